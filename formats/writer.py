@@ -1,0 +1,200 @@
+"""Write a model folder: tensors stream out shard by shard, and appear all at once or not at all.
+
+Everything is written into a temporary sibling of the target, synced, and renamed at the end.
+A run killed at any moment leaves at most a folder named ``OUT.partial-…``, which nothing takes
+for a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qtool.errors import CheckpointError
+from qtool.formats.reader import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+
+# 4 GiB shards: what the hub suggests, and small enough to hold one in memory while writing.
+MAX_SHARD_BYTES = 4 * 1024**3
+
+# Copied unchanged: tokenizer, chat template, generation defaults, custom code, licence.
+SIDE_FILE_PATTERNS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*.model",
+    "*.py",
+    "LICENSE*",
+)
+
+# Keys in which libraries record where a model was loaded from: a path of somebody's machine.
+PATH_KEYS = ("_name_or_path", "name_or_path")
+
+
+def check_target(out: Path, source: Path | None, overwrite: bool) -> None:
+    """Refuse an output folder that cannot be written or would harm something.
+
+    Raises:
+        CheckpointError: it is the source or holds it, exists without ``overwrite``, is a file,
+            or cannot be created.
+    """
+    real = out.resolve()
+    if source is not None and (real == source.resolve() or real in source.resolve().parents):
+        raise CheckpointError(f"{out} is or holds the source model; choose another output folder")
+    if out.is_symlink() or (real.exists() and not real.is_dir()):
+        raise CheckpointError(f"{out} is a file or a link; choose the name of a new folder")
+    if real.exists() and not overwrite:
+        raise CheckpointError(f"{out} exists; choose another folder, or pass --overwrite")
+    if overwrite and real.is_dir() and any(real.iterdir()) and not (real / CONFIG_NAME).exists():
+        raise CheckpointError(
+            f"{out} is a folder without {CONFIG_NAME}: it is no model, so --overwrite will not "
+            "delete it; choose another folder"
+        )
+    parent = next(path for path in real.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{out} cannot be created: {parent} is not a writable folder")
+
+
+def dump_json(path: Path, value: Any) -> None:
+    """Write JSON, readable and ending in a newline."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+class CheckpointWriter:
+    """Collects tensors into shards; use as a context manager and call :meth:`finish`.
+
+    Leaving the block without :meth:`finish` (an error, Ctrl-C) removes what was written.
+
+    Raises:
+        CheckpointError: the target cannot be used (:func:`check_target`), or writing fails.
+    """
+
+    def __init__(
+        self, out: Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
+        check_target(out, None, overwrite)
+        self._out = out.resolve()
+        self._overwrite = overwrite
+        self._max_shard_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        name = f"{self._out.name}.partial-"
+        self.folder = Path(tempfile.mkdtemp(prefix=name, dir=self._out.parent))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Queue a tensor; a full shard is written out at once."""
+        if name in self._pending or any(name in shard for shard in self._shards):
+            raise CheckpointError(f"tensor {name} is written twice")
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._max_shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().cpu().contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def add_json(self, relative: str, value: Any) -> None:
+        """Write a JSON file at a path relative to the folder."""
+        dump_json(self.folder / relative, value)
+
+    def copy_side_files(self, source: Path) -> None:
+        """Copy tokenizer, chat template and generation config byte for byte."""
+        for pattern in SIDE_FILE_PATTERNS:
+            for path in sorted(source.glob(pattern)):
+                if path.is_file():
+                    shutil.copyfile(path, self.folder / path.name)
+
+    def finish(self, config: dict[str, Any]) -> Path:
+        """Write the last shard, index and config, and rename the folder into place."""
+        self._flush()
+        self._name_shards()
+        clean = {key: value for key, value in config.items() if key not in PATH_KEYS}
+        self.add_json(CONFIG_NAME, clean)
+        os.chmod(self.folder, 0o777 & ~_umask())
+        _sync(self.folder)
+        if self._out.exists():
+            self._replace()
+        else:
+            os.rename(self.folder, self._out)
+        return self._out
+
+    def _replace(self) -> None:
+        """Swap with an existing folder; no stale shard of it survives."""
+        old = Path(tempfile.mkdtemp(prefix=f"{self._out.name}.old-", dir=self._out.parent))
+        os.rename(self._out, old / "model")
+        os.rename(self.folder, self._out)
+        shutil.rmtree(old)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        path = self.folder / f"shard-{len(self._shards):05d}"
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {path.parent}: {error}; free space and retry"
+            ) from None
+        path.chmod(0o666 & ~_umask())
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _name_shards(self) -> None:
+        """Give the shards their final names, which hold their number, and write the index."""
+        count = len(self._shards)
+        if count == 1:
+            os.rename(self.folder / "shard-00000", self.folder / SINGLE_NAME)
+            return
+        weight_map = {}
+        for index, names in enumerate(self._shards):
+            final = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            os.rename(self.folder / f"shard-{index:05d}", self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index_json = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        self.add_json(INDEX_NAME, index_json)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _umask() -> int:
+    """The process's umask: mkdtemp and safetensors create private files, a model is none."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync(folder: Path) -> None:
+    """Flush every file to disk, so that a rename never precedes the data it promises."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)

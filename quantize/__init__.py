@@ -1,0 +1,1 @@
+"""Methods: statistics and weights in, ``QuantizedTensor`` out; and the pipeline around them."""

@@ -1,0 +1,157 @@
+"""The offline flow: a model folder in, a quantized model folder out.
+
+Plan and checks first, then block by block: quantize, pack, write. Nothing appears at the
+output until everything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qtool import __version__
+from qtool.calibration.data import calibration_text, load_tokenizer, token_blocks
+from qtool.calibration.families import find_family
+from qtool.calibration.weights import to_stored
+from qtool.formats.checkpoint import CheckpointReader, CheckpointWriter, check_target
+from qtool.formats.compressed_tensors import pack, quantization_config
+from qtool.quantize.job import Job, QuantizedBlock
+from qtool.quantize.methods import METHODS
+from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.plan import check_not_quantized, plan_schemes
+from qtool.quantize.report import REPORT_PATH, ModuleRecord, Report
+
+# Embedding and head stay in 16 bits; the head is named for loaders that match the class Linear.
+IGNORED = ["lm_head"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step of a run: ``done`` of ``total`` in ``phase``; ``detail`` names what was done."""
+
+    phase: str
+    done: int
+    total: int
+    detail: str
+
+
+def quantize_model(
+    source: Path,
+    out: Path,
+    options: QuantizeOptions,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Report:
+    """Quantize the model folder ``source`` into the new model folder ``out``.
+
+    Raises:
+        QtoolError: anything that cannot be done as asked. Options, folders, group sizes and
+            calibration data are checked before work that takes long; ``out`` is then untouched.
+    """
+    check_target(out, source, options.overwrite)
+    with CheckpointReader(source) as reader:
+        job, manifest = _prepare(reader, options, progress)
+        with CheckpointWriter(out, overwrite=options.overwrite) as writer:
+            records = _write_tensors(job, options.method, writer, progress)
+            report = _report(options, job, manifest, records)
+            writer.add_json(REPORT_PATH, report.to_dict())
+            writer.copy_side_files(source)
+            writer.finish(_result_config(job))
+    return report
+
+
+def _prepare(
+    reader: CheckpointReader, options: QuantizeOptions, progress: Callable[[Progress], None]
+) -> tuple[Job, dict[str, Any] | None]:
+    """Everything that can fail early: family, schemes, dtype, calibration tokens."""
+    check_not_quantized(reader.config)
+    family = find_family(reader.config)
+    schemes = plan_schemes(
+        reader,
+        reader.config,
+        family,
+        bits=options.bits,
+        symmetric=options.grid_is_symmetric,
+        group_size=options.group_size,
+    )
+    dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
+    ids, manifest = None, None
+    if METHODS[options.method].needs_calibration:
+        text = calibration_text(options.calibration)
+        progress(Progress("calibration", 0, 1, text.name))
+        tokenizer = load_tokenizer(reader.folder)
+        blocks = token_blocks(text, tokenizer, options.seq_len, options.samples, options.seed)
+        ids, manifest = blocks.ids, blocks.manifest
+        progress(Progress("calibration", 1, 1, f"{ids.numel()} tokens of {text.name}"))
+    return Job(reader, family, schemes, dtype, options.torch_device, ids), manifest
+
+
+def _write_tensors(
+    job: Job, method: str, writer: CheckpointWriter, progress: Callable[[Progress], None]
+) -> list[ModuleRecord]:
+    """Stream every tensor of the result into ``writer``; returns the modules' records."""
+    for name in _outer_names(job):
+        writer.add(name, to_stored(name, job.reader.get(name), job.dtype))
+    prefixes = job.family.block_prefixes(job.reader.config)
+    records: list[ModuleRecord] = []
+    with torch.no_grad():
+        for index, block in enumerate(METHODS[method].run(job)):
+            _write_block(job, prefixes[index], block, writer)
+            records += block.records
+            progress(Progress("quantize", index + 1, len(prefixes), prefixes[index]))
+    return records
+
+
+def _outer_names(job: Job) -> list[str]:
+    """Tensors outside the blocks. A tied head is the embedding and is not written again."""
+    inside = f"{job.family.blocks}."
+    tied = job.reader.config.get("tie_word_embeddings", False)
+    return [
+        name
+        for name in job.reader.names()
+        if not name.startswith(inside) and not (tied and name == "lm_head.weight")
+    ]
+
+
+def _write_block(job: Job, prefix: str, block: QuantizedBlock, writer: CheckpointWriter) -> None:
+    for name in job.reader.names():
+        if not name.startswith(f"{prefix}."):
+            continue
+        module, _, local = name.rpartition(".")
+        if local == "weight" and module in block.weights:
+            for part, tensor in pack(block.weights[module].to("cpu")).items():
+                writer.add(f"{module}.{part}", tensor)
+        else:
+            tensor = block.changed[name] if name in block.changed else job.reader.get(name)
+            writer.add(name, to_stored(name, tensor, job.dtype))
+
+
+def _result_config(job: Job) -> dict[str, Any]:
+    """``config.json`` of the result: the source's, with the new dtype and how to read weights."""
+    config = dict(job.reader.config)
+    for key in [key for key in config if key.endswith("name_or_path")]:
+        del config[key]
+    config["dtype"] = str(job.dtype).removeprefix("torch.")
+    if "torch_dtype" in config:
+        config["torch_dtype"] = config["dtype"]
+    config["quantization_config"] = quantization_config(job.schemes, IGNORED)
+    return config
+
+
+def _report(
+    options: QuantizeOptions,
+    job: Job,
+    manifest: dict[str, Any] | None,
+    records: list[ModuleRecord],
+) -> Report:
+    return Report(
+        method=options.method,
+        scheme=next(iter(job.schemes.values())).to_dict(),
+        dtype=str(job.dtype).removeprefix("torch."),
+        calibration=manifest,
+        modules=tuple(records),
+        qtool_version=__version__,
+    )

@@ -1,0 +1,142 @@
+"""What was asked of each module, what it got, and what that cost.
+
+Nothing here depends on the clock or on a path, so the same run writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from qtool.formats.tensor import QuantizedTensor
+
+# Where the report lies inside a checkpoint; a sub-folder, because other engines load every
+# weight file they find at the top.
+REPORT_PATH = "qtool/report.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRecord:
+    """One quantized linear.
+
+    Attributes:
+        name: full module name.
+        asked: scheme and method of the plan, as ``W4 asym g64 awq``.
+        used: what the module got; differs from ``asked`` only with a ``fallback``.
+        weight_error: ``|dequantized - weight| / |weight|``, Frobenius norms.
+        output_error: the same of the module's output on calibration tokens, or ``None``
+            without calibration. Errors are against the weights after smoothing.
+        tokens: calibration tokens the module has seen.
+        awq_ratio: exponent of the smoothing scale on the module's input; 0 is no smoothing.
+        bits_per_weight: stored bits, scales and zeros included.
+        num_weights: weights of the module.
+        fallback: why ``used`` differs from ``asked``.
+    """
+
+    name: str
+    asked: str
+    used: str
+    weight_error: float
+    output_error: float | None = None
+    tokens: int = 0
+    awq_ratio: float | None = None
+    bits_per_weight: float
+    num_weights: int
+    fallback: str | None = None
+
+
+def module_record(
+    name: str, method: str, weight: Tensor, quantized: QuantizedTensor
+) -> ModuleRecord:
+    """Record of a module that got what was asked, with the error against ``weight`` [N, K]."""
+    done = f"{quantized.scheme.describe()} {method}"
+    difference = (quantized.dequantize() - weight).norm()
+    # An all-zero weight is met exactly; its error is 0, not 0/0.
+    relative = float(difference / weight.norm()) if difference > 0 else 0.0
+    return ModuleRecord(
+        name=name,
+        asked=done,
+        used=done,
+        weight_error=relative,
+        bits_per_weight=quantized.scheme.bits_per_weight(
+            quantized.shape, quantized.scales.element_size() * 8
+        ),
+        num_weights=weight.numel(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A whole run: ``qtool/report.json``.
+
+    Attributes:
+        method: name of the method.
+        scheme: ``WeightScheme.to_dict`` of the modules' scheme.
+        dtype: dtype of scales and of everything that is not quantized.
+        calibration: manifest of the token blocks, or ``None`` without calibration.
+        modules: one record a quantized linear, in model order.
+        qtool_version: version that wrote it.
+    """
+
+    method: str
+    scheme: dict[str, Any]
+    dtype: str
+    calibration: dict[str, Any] | None
+    modules: tuple[ModuleRecord, ...]
+    qtool_version: str
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per quantized weight, over all modules."""
+        weights = sum(record.num_weights for record in self.modules)
+        return sum(r.bits_per_weight * r.num_weights for r in self.modules) / weights
+
+    @property
+    def fallbacks(self) -> tuple[ModuleRecord, ...]:
+        """Modules that did not get what was asked."""
+        return tuple(record for record in self.modules if record.fallback is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {**asdict(self), "bits_per_weight": self.bits_per_weight}
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """All modules of one kind, for a table.
+
+    ``weight_error`` and ``output_error`` are means over ``count`` modules, ``worst`` is the full
+    name of the one with the largest error, ``fallbacks`` counts those that got something else.
+    """
+
+    kind: str
+    count: int
+    scheme: str
+    weight_error: float
+    output_error: float | None
+    worst: str
+    fallbacks: int
+
+
+def summary_rows(report: Report) -> list[SummaryRow]:
+    """One row for every kind of module (``q_proj``, ...), in the order of first appearance."""
+    kinds: dict[str, list[ModuleRecord]] = {}
+    for record in report.modules:
+        kinds.setdefault(record.name.rpartition(".")[2], []).append(record)
+    return [_summary_row(kind, records) for kind, records in kinds.items()]
+
+
+def _summary_row(kind: str, records: list[ModuleRecord]) -> SummaryRow:
+    outputs = [r.output_error for r in records if r.output_error is not None]
+    worst = max(records, key=lambda r: r.weight_error if r.output_error is None else r.output_error)
+    return SummaryRow(
+        kind=kind,
+        count=len(records),
+        scheme=records[0].used,
+        weight_error=sum(r.weight_error for r in records) / len(records),
+        output_error=sum(outputs) / len(outputs) if outputs else None,
+        worst=worst.name,
+        fallbacks=sum(r.fallback is not None for r in records),
+    )

@@ -1,0 +1,75 @@
+"""Move a per-channel scale across a product: divide the source, multiply the targets' columns.
+
+With ``y = W (n * x)`` and any positive ``s``: ``y = (W diag(s)) ((n / s) * x)``. Both sides are
+rewritten offline, so nothing remains to do at run time (AWQ, section 3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tie_over_query_group(per_query: Tensor, head_dim: int, num_value_channels: int) -> Tensor:
+    """Mean over the query heads that read one key-value head.
+
+    Args:
+        per_query: [num_heads * head_dim], heads of one group next to each other.
+        head_dim: channels of a head.
+        num_value_channels: num_kv_heads * head_dim.
+
+    Returns:
+        [num_kv_heads * head_dim].
+    """
+    groups = per_query.reshape(num_value_channels // head_dim, -1, head_dim)
+    return groups.mean(1).flatten()
+
+
+def spread_over_query_group(per_value: Tensor, head_dim: int, num_query_channels: int) -> Tensor:
+    """Repeat [num_kv_heads * head_dim] for every query head: [num_heads * head_dim]."""
+    heads = per_value.reshape(-1, 1, head_dim)
+    repeats = num_query_channels // per_value.numel()
+    return heads.expand(-1, repeats, -1).flatten()
+
+
+def divide_norm(
+    weight: Tensor, scales: Tensor, offset: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Fold ``1 / scales`` into a norm that multiplies by ``offset + weight``.
+
+    The folded norm is stored in ``dtype``, and its rounding changes the scale it really
+    divides by. That scale is returned: with it the targets undo the norm exactly.
+
+    Args:
+        weight: norm weight [features].
+        scales: positive [features].
+        offset: 0, or 1 for norms that store their distance from one.
+        dtype: dtype the norm is stored in.
+
+    Returns:
+        The folded weight, float32 with values of ``dtype``, and the scales it stands for. Where
+        the gain is zero nothing passes, and the scale asked for stays.
+    """
+    gain = offset + weight
+    # Identity must not move a bit, whatever the offset's arithmetic would do to it.
+    folded = torch.where(scales == 1, weight, gain / scales - offset).to(dtype).float()
+    exact = gain / (offset + folded)
+    usable = exact.isfinite() & (exact > 0)
+    return folded, torch.where(usable, exact, scales)
+
+
+def divide_rows(
+    weight: Tensor, bias: Tensor | None, scales: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Fold ``1 / scales`` into a linear's outputs: rows of weight [N, K], and bias [N]."""
+    return weight / scales.unsqueeze(1), None if bias is None else bias / scales
+
+
+def multiply_columns(weight: Tensor, scales: Tensor) -> Tensor:
+    """Undo a division by ``scales`` [K] of the input of a weight [N, K]."""
+    return weight * scales
+
+
+def rescale_hessian(hessian: Tensor, scales: Tensor) -> Tensor:
+    """Second moment [K, K] of an input after its division by ``scales`` [K]."""
+    return hessian / scales.unsqueeze(0) / scales.unsqueeze(1)

@@ -1,0 +1,1 @@
+"""Load a checkpoint and generate: kernels, decoder, paged cache, scheduler, engine, server."""

@@ -1,0 +1,206 @@
+"""The engine: requests in, deltas out, one step at a time. Owned by one thread.
+
+``step`` = schedule -> batch -> forward -> commit -> sample -> post-process.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from qtool.errors import RequestError
+from qtool.runtime.batch import build_batch
+from qtool.runtime.blocks import BlockManager
+from qtool.runtime.capacity import count_blocks
+from qtool.runtime.detokenizer import TextStream
+from qtool.runtime.generation import Generation
+from qtool.runtime.kv_cache import KVCache
+from qtool.runtime.loaded_model import LoadedModel
+from qtool.runtime.options import EngineOptions
+from qtool.runtime.outputs import OutputDelta
+from qtool.runtime.request import EngineInfo, EngineStats, Request
+from qtool.runtime.sampler import SamplerRow, make_generator, sample
+from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler, SchedulerConfig
+from qtool.runtime.sequence import Sequence
+from qtool.runtime.tokenizer import Tokenizer
+
+
+class Engine:
+    """Runs many requests on one decoder.
+
+    Raises:
+        EngineError: on construction, when the cache has no memory.
+    """
+
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, options: EngineOptions) -> None:
+        decoder = model.decoder
+        bytes_per_token = decoder.config.kv_bytes_per_token(decoder.dtype.itemsize)
+        blocks = count_blocks(options, model.max_model_len, bytes_per_token, decoder.device)
+        self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
+        self._block_size = options.block_size
+        self._cache = KVCache(
+            decoder.config, blocks, options.block_size, decoder.dtype, decoder.device
+        )
+        self._blocks = BlockManager(blocks, options.block_size)
+        config = SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+            max_model_len=model.max_model_len,
+        )
+        self._scheduler = Scheduler(config, self._blocks)
+        self._generations: dict[str, Generation] = {}
+        self._requests = itertools.count()
+        self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
+        self.info = _engine_info(model, options, blocks, bytes_per_token)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.has_work
+
+    def stats(self) -> EngineStats:
+        """Counters so far and gauges of now."""
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            blocks_used=self.info.num_blocks - self._blocks.num_free,
+            blocks_total=self.info.num_blocks,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+            steps=self._steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books of blocks and sequences do not balance."""
+        self._scheduler.check_integrity()
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never run here; the engine is unchanged.
+        """
+        self._check_ids(request)
+        sequence = Sequence(
+            request.request_id,
+            list(request.prompt_token_ids),
+            request.params,
+            priority=request.priority,
+        )
+        row = self._sampler_row(sequence)
+        text = TextStream(self._tokenizer, sequence.prompt_token_ids, request.params)
+        self._scheduler.add(sequence)
+        limit = self._scheduler.token_limit(sequence)
+        self._generations[request.request_id] = Generation(sequence, row, text, limit)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its blocks are free at once. Unknown ids are no error."""
+        self._generations.pop(request_id, None)
+        self._scheduler.abort(request_id)
+
+    def step(self) -> list[OutputDelta]:
+        """Advance every scheduled sequence by its share of tokens."""
+        step = self._scheduler.schedule()
+        if not step.chunks:
+            self._scheduler.commit(step)
+            return []
+        logits = self._forward(step)
+        samples = [chunk.samples for chunk in step.chunks]
+        self._scheduler.commit(step)
+        self._count(step)
+        return self._post_process(step.chunks, samples, logits)
+
+    def _forward(self, step: ScheduledStep) -> list[Tensor]:
+        """Logits per chunk: of all rows where prompt log-probabilities are wanted."""
+        self._cache.copy_blocks(step.copies)
+        generations = [self._generations[c.sequence.request_id] for c in step.chunks]
+        everything = [generation.scores_prompt for generation in generations]
+        batch = build_batch(step.chunks, self._block_size, self._decoder.device, everything)
+        logits = self._decoder.forward(batch, self._cache)
+        counts = [
+            chunk.length if whole else int(chunk.samples)
+            for chunk, whole in zip(step.chunks, everything, strict=True)
+        ]
+        return list(logits.split(counts))
+
+    def _post_process(
+        self, chunks: list[Chunk], samples: list[bool], logits: list[Tensor]
+    ) -> list[OutputDelta]:
+        writing: list[tuple[Generation, Tensor]] = []
+        deltas: list[OutputDelta] = []
+        for chunk, done, rows in zip(chunks, samples, logits, strict=True):
+            generation = self._generations[chunk.sequence.request_id]
+            if generation.scores_prompt:
+                generation.record_prompt(chunk, rows)
+            if done and generation.only_scores:
+                deltas.append(generation.end_scoring())
+            elif done:
+                writing.append((generation, rows[-1]))
+        if writing:
+            sampled = sample(torch.stack([r for _, r in writing]), [g.row for g, _ in writing])
+            deltas += [g.accept(token) for (g, _), token in zip(writing, sampled, strict=True)]
+            self._generated_tokens += len(writing)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._scheduler.finish(self._generations.pop(delta.request_id).sequence)
+        return deltas
+
+    def _sampler_row(self, sequence: Sequence) -> SamplerRow:
+        params = sequence.params
+        seed = params.seed
+        if seed is None and self._seed is not None:
+            # Requests without a seed differ from one another, and repeat with the engine's.
+            seed = self._seed + next(self._requests)
+        return SamplerRow(
+            params=params,
+            prompt_token_ids=sequence.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
+            generator=make_generator(seed),
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            bad_words_ids=self._tokenizer.bad_words_ids(params.bad_words),
+        )
+
+    def _check_ids(self, request: Request) -> None:
+        vocab_size, params = self.info.vocab_size, request.params
+        for name, ids in (
+            ("prompt", request.prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
+            bad = [token for token in ids if not 0 <= token < vocab_size]
+            if bad:
+                rule = f"token ids are 0 to {vocab_size - 1}"
+                raise RequestError(f"{name} has token id {bad[0]}: {rule}", name)
+
+    def _count(self, step: ScheduledStep) -> None:
+        self._steps += 1
+        self._preemptions += len(step.preempted)
+        self._prompt_tokens += sum(
+            max(min(c.start + c.length, len(c.sequence.prompt_token_ids)) - c.start, 0)
+            for c in step.chunks
+        )
+
+
+def _engine_info(
+    model: LoadedModel, options: EngineOptions, blocks: int, bytes_per_token: int
+) -> EngineInfo:
+    decoder = model.decoder
+    return EngineInfo(
+        model=options.model,
+        served_name=options.served_model_name or options.model,
+        device=str(decoder.device),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        backend=decoder.backend.name,
+        quantization=model.quantization,
+        max_model_len=model.max_model_len,
+        block_size=options.block_size,
+        num_blocks=blocks,
+        kv_bytes_per_token=bytes_per_token,
+        weight_bytes=decoder.weight_bytes,
+        vocab_size=decoder.config.vocab_size,
+        notes=model.notes,
+    )

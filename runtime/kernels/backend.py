@@ -1,0 +1,104 @@
+"""The seam: one operation, one signature, several back ends.
+
+A back end computes what a decoder layer needs beyond indexing and adding. ``reference`` is
+plain torch and the truth in tests; others answer to it. Every operation takes the rows of a
+ragged batch; none knows about models or requests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from qtool.formats.tensor import QuantizedTensor
+
+
+class AttentionLayout(Protocol):
+    """What attention reads of a batch (:class:`qtool.runtime.batch.Batch` is one).
+
+    ``spans`` are the sequences' rows; ``block_tables`` int64 [S, B] their blocks.
+    """
+
+    @property
+    def spans(self) -> tuple[Span, ...]: ...
+    @property
+    def block_tables(self) -> Tensor: ...
+    @property
+    def is_decode(self) -> bool: ...
+
+
+class Span(Protocol):
+    """Rows ``[start, start + length)``; the last one stands at ``context_len - 1``."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def context_len(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionScope:
+    """Constants of one layer's attention: score scale, and sliding window in tokens."""
+
+    scale: float
+    window: int | None = None
+
+
+class LinearOp(ABC):
+    """A linear layer ready to run: weights in the back end's own layout."""
+
+    kernel: str  # what runs, for the load plan
+    num_bytes: int  # memory its weights take
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, in_features] -> [M, out_features], in x's dtype."""
+
+
+class Backend(ABC):
+    """Operations on one device in one dtype."""
+
+    name: ClassVar[str]
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    @abstractmethod
+    def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
+        """Prepare a weight [out_features, in_features] once, at load."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [M, K] scaled to unit root mean square, times weight [K] (Zhang & Sennrich 2019)."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[M, 2 * K] -> silu(first half) * second half, [M, K]."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layout: AttentionLayout,
+        scope: AttentionScope,
+    ) -> Tensor:
+        """Causal attention of every row over its sequence's pages, grouped-query.
+
+        Args:
+            q: [T, num_heads, head_dim], rotated.
+            keys, values: [num_blocks, block_size, num_kv_heads, head_dim]; the rows' own
+                entries are already written. Slots outside a sequence's context may hold
+                anything, NaN included.
+
+        Returns:
+            [T, num_heads, head_dim].
+        """

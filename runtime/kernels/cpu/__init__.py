@@ -1,0 +1,1 @@
+"""Fast operations on x86-64 and ARM CPUs."""

@@ -1,0 +1,1 @@
+"""Triton kernels, one operation a file: contract, kernel, wrapper."""

@@ -1,0 +1,193 @@
+"""A checkpoint stream into a decoder: every tensor is used once, or it is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from qtool.errors import CheckpointError
+from qtool.formats import compressed_tensors
+from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.scheme import WeightScheme
+from qtool.formats.tensor import QuantizedTensor, concatenate_rows
+from qtool.runtime.config import DecoderConfig, parse_decoder_config
+from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp
+from qtool.runtime.layers import Attention, DecoderLayer, Mlp
+from qtool.runtime.model import Decoder
+from qtool.runtime.rotary import Rotary
+
+Weight = TypeVar("Weight", Tensor, Tensor | QuantizedTensor)
+
+# Old exports keep the rotary table as a buffer; it follows from the config.
+IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
+
+
+class WeightSource:
+    """Hands out a checkpoint's weights by module name and remembers what was used."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+        block = reader.config.get("quantization_config")
+        self._quantization = None if block is None else compressed_tensors.parse_config(block)
+        self._unused = {name for name in reader.names() if not IGNORED.match(name)}
+        self.schemes: dict[str, WeightScheme] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """A plain tensor."""
+        tensor = self._reader.get(name)
+        self._unused.discard(name)
+        return tensor
+
+    def weight(self, module: str) -> Tensor | QuantizedTensor:
+        """Weight of a linear, quantized if the config says so."""
+        scheme = self._quantization.scheme_for(module) if self._quantization else None
+        if scheme is None:
+            return self.tensor(f"{module}.weight")
+        local = {
+            name: self.tensor(f"{module}.{name}")
+            for name in compressed_tensors.TENSOR_NAMES
+            if f"{module}.{name}" in self._reader
+        }
+        self.schemes[module] = scheme
+        try:
+            return compressed_tensors.unpack(local, scheme)
+        except CheckpointError as error:
+            raise CheckpointError(f"{module}: {error}") from None
+
+    def refuse_leftovers(self, tied_head: bool) -> None:
+        """Every tensor of the file must have found its place."""
+        if tied_head:
+            self._unused.discard("lm_head.weight")
+        if self._unused:
+            names = sorted(self._unused)
+            raise CheckpointError(
+                f"{len(names)} tensors of the checkpoint belong to no part of the model: "
+                f"{', '.join(names[:5])}; the config and the weights do not match"
+            )
+
+
+class DecoderBuilder:
+    """Builds a :class:`Decoder` layer by layer; one layer's plain weights in memory at a time."""
+
+    def __init__(self, source: WeightSource, config: DecoderConfig, backend: Backend) -> None:
+        self._source, self._config, self._backend = source, config, backend
+        self._linears: dict[str, LinearOp] = {}
+
+    def build(self, max_position: int) -> Decoder:
+        """Read everything. ``max_position`` is the longest sequence that will run."""
+        config, backend = self._config, self._backend
+        embedding = self._plain("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
+        norm = self._plain("model.norm.weight", config.hidden_size)
+        head = self._head(embedding)
+        self._source.refuse_leftovers(config.tied_head)
+        rotary = Rotary(config.rope, config.head_dim, max_position, backend.dtype, backend.device)
+        return Decoder(config, backend, embedding, layers, norm, head, rotary, self._linears)
+
+    def _head(self, embedding: Tensor) -> LinearOp:
+        """The head computes in float32: 16-bit logits have 8 bits, and ties among the likeliest."""
+        weight: Tensor | QuantizedTensor = embedding
+        if not self._config.tied_head:
+            shape = self._config.vocab_size, self._config.hidden_size
+            weight = _checked("lm_head", self._source.weight("lm_head"), shape)
+        wide = type(self._backend)(self._backend.device, torch.float32)
+        self._linears["lm_head"] = wide.linear(weight, None)
+        return self._linears["lm_head"]
+
+    def _layer(self, index: int) -> DecoderLayer:
+        config = self._config
+        prefix = f"model.layers.{index}"
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        scope = AttentionScope(config.head_dim**-0.5, config.windows[index])
+        qkv = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
+        gate_up = [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up")]
+        attention = Attention(
+            self._linear(qkv, [q_size, kv_size, kv_size], config.hidden_size, config.qkv_bias),
+            self._linear(
+                [f"{prefix}.self_attn.o_proj"], [config.hidden_size], q_size, config.o_bias
+            ),
+            scope,
+        )
+        width = config.intermediate_size
+        mlp = Mlp(
+            self._linear(gate_up, [width, width], config.hidden_size, config.mlp_bias),
+            self._linear([f"{prefix}.mlp.down_proj"], [config.hidden_size], width, config.mlp_bias),
+        )
+        return DecoderLayer(
+            self._plain(f"{prefix}.input_layernorm.weight", config.hidden_size),
+            attention,
+            self._plain(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+            mlp,
+        )
+
+    def _plain(self, name: str, *shape: int) -> Tensor:
+        tensor = _checked(name, self._source.tensor(name), shape)
+        # A copy, not the file's mapping: the model must outlive an overwritten file.
+        return tensor.to(self._backend.device, self._backend.dtype, copy=True)
+
+    def _linear(self, modules: list[str], rows: list[int], columns: int, bias: bool) -> LinearOp:
+        """One operation for modules that read the same input, stacked along their rows."""
+        weights = [
+            _checked(module, self._source.weight(module), (size, columns))
+            for module, size in zip(modules, rows, strict=True)
+        ]
+        biases = [
+            _checked(module, self._source.tensor(f"{module}.bias"), (size,))
+            for module, size in zip(modules, rows, strict=True)
+            if bias
+        ]
+        stacked_bias = torch.cat(biases) if biases else None
+        operation = self._backend.linear(_stack(modules, weights), stacked_bias)
+        self._linears[", ".join(modules)] = operation
+        return operation
+
+
+def _checked(name: str, tensor: Weight, shape: tuple[int, ...]) -> Weight:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}; config.json asks for {shape}: the config and "
+            "the weights do not match"
+        )
+    return tensor
+
+
+def _stack(
+    modules: list[str], weights: Iterable[Tensor | QuantizedTensor]
+) -> Tensor | QuantizedTensor:
+    """Weights of one fused projection as one; all quantized alike, or all dense."""
+    parts = list(weights)
+    quantized = [part for part in parts if isinstance(part, QuantizedTensor)]
+    dense = [part for part in parts if isinstance(part, Tensor)]
+    if len({part.scheme for part in quantized}) > 1 or (quantized and dense):
+        raise CheckpointError(
+            f"{', '.join(modules)} are quantized differently; projections that read the same input "
+            "share one scheme and one ignore status"
+        )
+    if quantized:
+        return quantized[0] if len(quantized) == 1 else concatenate_rows(quantized)
+    return dense[0] if len(dense) == 1 else torch.cat(dense)
+
+
+def load_decoder(
+    reader: CheckpointReader, backend: Backend, max_position: int | None = None
+) -> tuple[Decoder, dict[str, WeightScheme]]:
+    """Load a model folder, and say how each quantized linear is stored.
+
+    Args:
+        reader: the opened folder.
+        backend: where and how it will run.
+        max_position: longest sequence, for the rotary table; the model's own limit if ``None``.
+
+    Raises:
+        ModelError: an architecture that is not supported.
+        CheckpointError: missing, extra or misshapen tensors, or a quantization we cannot read.
+    """
+    config = parse_decoder_config(reader.config)
+    source = WeightSource(reader)
+    builder = DecoderBuilder(source, config, backend)
+    decoder = builder.build(max_position or config.max_position)
+    return decoder, source.schemes

@@ -1,0 +1,67 @@
+"""The decoder: one class for all supported families, driven by its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtool.runtime.batch import Batch
+from qtool.runtime.config import DecoderConfig
+from qtool.runtime.kernels.backend import Backend, LinearOp
+from qtool.runtime.kv_cache import KVCache
+from qtool.runtime.layers import DecoderLayer, RotaryRows
+from qtool.runtime.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A loaded model.
+
+    Attributes:
+        embedding: [vocab, hidden] in the compute dtype.
+        norm: [hidden], before the head.
+        head: hidden -> vocab, in float32.
+        linears: every linear by its checkpoint name, for the load plan.
+    """
+
+    config: DecoderConfig
+    backend: Backend
+    embedding: Tensor
+    layers: tuple[DecoderLayer, ...]
+    norm: Tensor
+    head: LinearOp
+    rotary: Rotary
+    linears: dict[str, LinearOp]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype."""
+        return self.backend.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.backend.device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights, in the form they are computed with."""
+        linears = sum(op.num_bytes for op in self.linears.values())
+        shared = self.config.tied_head and self.dtype == torch.float32
+        return linears + (0 if shared else self.embedding.nbytes)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
+        config, backend = self.config, self.backend
+        x = self.embedding[batch.token_ids]
+        rotary = RotaryRows(self.rotary.cos[batch.positions], self.rotary.sin[batch.positions])
+        for index, layer in enumerate(self.layers):
+            normed = backend.rms_norm(x, layer.input_norm, config.norm_eps)
+            x = x + layer.attention(normed, rotary, index, batch, cache, config, backend)
+            normed = backend.rms_norm(x, layer.post_attention_norm, config.norm_eps)
+            x = x + layer.mlp(normed, backend)
+        rows = backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
+        return self.head(rows.float())

@@ -1,0 +1,84 @@
+"""What a user may set about a running model. No torch here: the command line builds these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qtool.errors import UsageError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Where and how a model is loaded.
+
+    Attributes:
+        device: ``auto`` takes a GPU if there is one.
+        dtype: compute dtype; ``auto`` follows the checkpoint (float16 becomes bfloat16 on a CPU).
+        backend: ``auto``, or kernels by name: ``reference`` is exact and batch-invariant.
+        strict: whatever is not as asked is an error instead of a note.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    backend: str = "auto"
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UsageError(f"{name}={value!r}: use one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Names and meanings follow vLLM.
+
+    Attributes:
+        model: folder, GGUF file or packaged name.
+        loading: device, dtype and back end.
+        served_model_name: name in the API; the model's own if ``None``.
+        max_num_seqs: sequences that run at a time.
+        max_model_len: tokens of one sequence, prompt and output; the model's limit if ``None``.
+        max_num_batched_tokens: tokens of one step.
+        gpu_memory_utilization: share of a GPU's memory for weights and cache, in (0, 1].
+        kv_cache_memory: bytes for keys and values; overrides the share.
+        quantization: what the user believes the checkpoint is; checked against it.
+        block_size: tokens per cache block.
+        seed: of requests without one; ``None`` takes it from the operating system.
+    """
+
+    model: str
+    loading: ModelOptions = ModelOptions()
+    served_model_name: str | None = None
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    quantization: str | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    block_size: int = 16
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise UsageError(
+                    f"{name}={getattr(self, name)}: this version runs on one device; leave it at 1"
+                )
+        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}: must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UsageError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at "
+                "most 1"
+            )
+        if self.kv_cache_memory is not None and self.kv_cache_memory < 1:
+            raise UsageError(f"kv_cache_memory={self.kv_cache_memory}: must be at least 1 byte")

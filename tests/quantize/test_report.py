@@ -1,0 +1,70 @@
+"""Records, their JSON form and the summary."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from qtool.formats.scheme import WeightScheme
+from qtool.quantize.report import ModuleRecord, Report, module_record, summary_rows
+from qtool.quantize.rtn import quantize_rtn
+
+
+def _record(name: str, error: float, fallback: str | None = None) -> ModuleRecord:
+    return ModuleRecord(
+        name=name,
+        asked="W4 asym g64 awq",
+        used="W4 asym g64 awq",
+        weight_error=0.1,
+        output_error=error,
+        tokens=64,
+        bits_per_weight=4.5,
+        num_weights=100,
+        fallback=fallback,
+    )
+
+
+def _report(*records: ModuleRecord) -> Report:
+    return Report(
+        method="awq",
+        scheme={},
+        dtype="bfloat16",
+        calibration=None,
+        modules=records,
+        qtool_version="0",
+    )
+
+
+def test_a_record_holds_the_error_and_the_bits_really_stored() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    quantized = quantize_rtn(weight, WeightScheme(4, False, "group", 32), torch.bfloat16)
+    record = module_record("m.q_proj", "rtn", weight, quantized)
+    expected = (quantized.dequantize() - weight).square().sum() / weight.square().sum()
+    assert abs(record.weight_error - float(expected.sqrt())) < 1e-6
+    assert record.bits_per_weight == 4 + (16 + 4) / 32
+    assert record.asked == record.used == "W4 asym g32 rtn"
+
+
+def test_a_weight_of_zeros_has_no_error() -> None:
+    weight = torch.zeros(4, 32)
+    quantized = quantize_rtn(weight, WeightScheme(4, False, "group", 32), torch.bfloat16)
+    assert module_record("m", "rtn", weight, quantized).weight_error == 0
+
+
+def test_the_summary_has_a_row_a_kind_with_the_worst_module_by_name() -> None:
+    report = _report(
+        _record("model.layers.0.mlp.up_proj", 0.1),
+        _record("model.layers.0.mlp.down_proj", 0.2),
+        _record("model.layers.1.mlp.up_proj", 0.3, fallback="singular"),
+    )
+    up, down = summary_rows(report)
+    assert (up.kind, up.count, up.fallbacks) == ("up_proj", 2, 1)
+    assert up.worst == "model.layers.1.mlp.up_proj" and abs(up.output_error - 0.2) < 1e-9
+    assert (down.kind, down.count, down.fallbacks) == ("down_proj", 1, 0)
+    assert [record.name for record in report.fallbacks] == ["model.layers.1.mlp.up_proj"]
+
+
+def test_a_report_is_json() -> None:
+    values = json.loads(json.dumps(_report(_record("a", 0.1)).to_dict()))
+    assert values["bits_per_weight"] == 4.5
+    assert values["modules"][0]["fallback"] is None

@@ -1,0 +1,145 @@
+"""An engine without a model: the next token is a hash of what the *cache* holds.
+
+Every chunk writes its tokens into the slots its block table names, and every sample reads the
+whole sequence back through the table. A block that is stale, shared while written or not copied
+therefore changes the tokens, as it would with a real model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from zlib import crc32
+
+from qtool.runtime.blocks import BlockManager
+from qtool.runtime.sampling_params import SamplingParams
+from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler, SchedulerConfig
+from qtool.runtime.sequence import Sequence, SequenceStatus
+
+VOCAB_SIZE = 50
+STOP_TOKEN = 0
+
+
+def next_token(tokens: list[int]) -> int:
+    """The scripted model."""
+    return crc32(bytes(tokens)) % VOCAB_SIZE
+
+
+def run_alone(prompt: list[int], limit: int) -> list[int]:
+    """The output of a prompt with no scheduler, no cache and no neighbours."""
+    tokens = list(prompt)
+    while len(tokens) < limit and (len(tokens) == len(prompt) or tokens[-1] != STOP_TOKEN):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def make_sequence(
+    request_id: str, prompt: list[int], max_tokens: int | None = 8, priority: int = 0
+) -> Sequence:
+    """A new sequence; its parameters matter only for their ``max_tokens``."""
+    return Sequence(request_id, list(prompt), SamplingParams(max_tokens=max_tokens), priority)
+
+
+class ScriptedEngine:
+    """Drives a scheduler as the real engine does, and checks it at every turn."""
+
+    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
+        self.blocks = BlockManager(num_blocks, block_size)
+        self.scheduler = Scheduler(config, self.blocks)
+        self.config = config
+        self.alive: list[Sequence] = []
+        self.finished: list[Sequence] = []
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_copies = 0
+        self._cache: list[int | None] = [None] * self.blocks.num_slots
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+        self.alive.append(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self.scheduler.fork(parent, child)
+        self.alive.append(child)
+        self.scheduler.check_integrity()
+
+    def abort(self, sequence: Sequence) -> None:
+        assert self.scheduler.abort(sequence.request_id) is sequence
+        self.alive.remove(sequence)
+        self.scheduler.check_integrity()
+
+    def step(self, abort_in_flight: Sequence | None = None) -> ScheduledStep:
+        """One step; the sequence given is aborted while the model runs."""
+        before = [s for s in self.alive if s.status is SequenceStatus.RUNNING]
+        step = self.scheduler.schedule()
+        self._check_step(step, before)
+        self._run(step)
+        sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        if abort_in_flight is not None:
+            self.abort(abort_in_flight)
+        self.scheduler.commit(step)
+        for sequence in sampling:
+            self._append(sequence)
+        self.scheduler.check_integrity()
+        return step
+
+    def drain(self, max_steps: int) -> None:
+        """Run until nothing is left; every block must be back, within so many steps."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, f"unfinished after {max_steps} steps"
+        assert self.blocks.num_free == self.blocks.num_blocks
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+
+    def _check_step(self, step: ScheduledStep, before: list[Sequence]) -> None:
+        self.scheduler.check_integrity()
+        self.num_steps += 1
+        self.num_preemptions += len(step.preempted)
+        self.num_copies += len(step.copies)
+        assert 0 < step.num_tokens <= self.config.max_num_batched_tokens
+        scheduled = [chunk.sequence for chunk in step.chunks]
+        for sequence in before:
+            assert (sequence in scheduled) != (sequence in step.preempted), sequence.request_id
+        if step.preempted:
+            assert all(sequence in before for sequence in scheduled), "admitted and preempted"
+
+    def _run(self, step: ScheduledStep) -> None:
+        size = self.blocks.block_size
+        for src, dst in step.copies:
+            self._cache[dst * size : (dst + 1) * size] = self._cache[src * size : (src + 1) * size]
+        # The owners are counted here anew, not taken from the block manager.
+        owners = Counter(block for sequence in self.alive for block in sequence.block_table)
+        for chunk in step.chunks:
+            self._write(chunk, owners)
+        for chunk in step.chunks:
+            end = chunk.start + chunk.length
+            held, meant = self._read(chunk.sequence, end), chunk.sequence.token_ids(0, end)
+            assert held == meant, f"{chunk.sequence.request_id}: cache holds {held}, not {meant}"
+
+    def _write(self, chunk: Chunk, owners: Counter[int]) -> None:
+        tokens = chunk.sequence.token_ids(chunk.start, chunk.start + chunk.length)
+        for position, token in enumerate(tokens, start=chunk.start):
+            slot = self._slot(chunk.sequence, position)
+            block = slot // self.blocks.block_size
+            assert owners[block] == 1, f"block {block} is written, and has {owners[block]} owners"
+            self._cache[slot] = token
+
+    def _read(self, sequence: Sequence, end: int) -> list[int | None]:
+        return [self._cache[self._slot(sequence, position)] for position in range(end)]
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        block, offset = divmod(position, self.blocks.block_size)
+        return sequence.block_table[block] * self.blocks.block_size + offset
+
+    def _append(self, sequence: Sequence) -> None:
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        tokens = [token for token in self._read(sequence, sequence.num_tokens) if token is not None]
+        if sequence.num_tokens < self.scheduler.token_limit(sequence):
+            sequence.append(next_token(tokens))
+        limit_reached = sequence.num_tokens == self.scheduler.token_limit(sequence)
+        if limit_reached or sequence.output_token_ids[-1] == STOP_TOKEN:
+            self.scheduler.finish(sequence)
+            self.alive.remove(sequence)
+            self.finished.append(sequence)
