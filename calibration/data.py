@@ -135,7 +135,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError) as error:
         raise CalibrationError(
-            f"{folder} has no tokenizer that loads ({error}); copy the model's tokenizer files there"
+            f"{folder} has no tokenizer that loads ({error}); copy the model's tokenizer files"
         ) from None
     return tokenizer
 
@@ -185,7 +185,7 @@ def _leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _cut(stream: Tensor, seq_len: int, bos: int | None) -> Tensor:
-    """Blocks [n, seq_len] of a token stream [tokens], each starting with ``bos`` if there is one."""
+    """Blocks [n, seq_len] of a stream [tokens], each starting with ``bos`` if there is one."""
     fresh = seq_len if bos is None else seq_len - 1
     count = stream.numel() // fresh
     blocks = stream[: count * fresh].reshape(count, fresh)

@@ -213,7 +213,7 @@ def _capture_first_inputs(
     """Run everything around the blocks; returns block 0's inputs and every block's arguments."""
     trunk_name, _, blocks_name = family.blocks.rpartition(".")
     trunk = model.get_submodule(trunk_name)
-    blocks = trunk.get_submodule(blocks_name)
+    blocks = list(trunk.get_submodule(blocks_name).children())
     around = [(name, child) for name, child in trunk.named_children() if name != blocks_name]
     for name, child in around:
         load_weights(child, f"{trunk_name}.{name}", reader, device)

@@ -164,7 +164,8 @@ def _module_loss(work: _Workspace, pair: SmoothingPair) -> Callable[[Tensor], fl
 
     def run(changed: Mapping[str, Tensor]) -> Tensor:
         output = functional_call(parent, dict(changed), (hidden,), arguments)
-        return output[0] if isinstance(output, tuple) else output
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
     exact = run(weights)
 

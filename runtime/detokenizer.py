@@ -177,14 +177,15 @@ class _WindowedText:
         return cut <= self._decode(self._pending).count(REPLACEMENT)
 
     def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:
-        """The last few prompt tokens and their text; more of them if it begins inside a character.
+        """The last few prompt tokens and their text.
 
-        A prompt that ends inside a character gives no context.
+        More of them where byte tokens begin inside a character, which spoils the rest of their
+        run; none for a prompt that ends inside one.
         """
         for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_UNFINISHED_TOKENS + 1):
             tokens = list(prompt_token_ids[-size:])
             text = self._decode(tokens)
-            if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+            if not text.endswith(REPLACEMENT):
                 return tokens, text
         return [], ""
 

@@ -62,7 +62,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Pre-norm block; norm weights are [hidden]."""
+    """Pre-norm block; norm weights are float32 [hidden]."""
 
     input_norm: Tensor
     attention: Attention

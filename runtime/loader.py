@@ -80,9 +80,9 @@ class DecoderBuilder:
     def build(self, max_position: int) -> Decoder:
         """Read everything. ``max_position`` is the longest sequence that will run."""
         config, backend = self._config, self._backend
-        embedding = self._plain("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embedding = self._embedding("model.embed_tokens.weight")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        norm = self._plain("model.norm.weight", config.hidden_size)
+        norm = self._norm("model.norm")
         head = self._head(embedding)
         self._source.refuse_leftovers(config.tied_head)
         rotary = Rotary(config.rope, config.head_dim, max_position, backend.dtype, backend.device)
@@ -118,16 +118,21 @@ class DecoderBuilder:
             self._linear([f"{prefix}.mlp.down_proj"], [config.hidden_size], width, config.mlp_bias),
         )
         return DecoderLayer(
-            self._plain(f"{prefix}.input_layernorm.weight", config.hidden_size),
+            self._norm(f"{prefix}.input_layernorm"),
             attention,
-            self._plain(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+            self._norm(f"{prefix}.post_attention_layernorm"),
             mlp,
         )
 
-    def _plain(self, name: str, *shape: int) -> Tensor:
+    def _embedding(self, name: str) -> Tensor:
+        shape = self._config.vocab_size, self._config.hidden_size
         tensor = _checked(name, self._source.tensor(name), shape)
-        # A copy, not the file's mapping: the model must outlive an overwritten file.
-        return tensor.to(self._backend.device, self._backend.dtype, copy=True)
+        return tensor.to(self._backend.device, self._backend.dtype)
+
+    def _norm(self, module: str) -> Tensor:
+        name = f"{module}.weight"
+        tensor = _checked(name, self._source.tensor(name), (self._config.hidden_size,))
+        return tensor.to(self._backend.device, torch.float32)
 
     def _linear(self, modules: list[str], rows: list[int], columns: int, bias: bool) -> LinearOp:
         """One operation for modules that read the same input, stacked along their rows."""

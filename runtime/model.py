@@ -21,7 +21,7 @@ class Decoder:
 
     Attributes:
         embedding: [vocab, hidden] in the compute dtype.
-        norm: [hidden], before the head.
+        norm: float32 [hidden], before the head.
         head: hidden -> vocab, in float32.
         linears: every linear by its checkpoint name, for the load plan.
     """
@@ -56,12 +56,13 @@ class Decoder:
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
         config, backend = self.config, self.backend
-        x = self.embedding[batch.token_ids]
+        # The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
+        x = self.embedding[batch.token_ids].float()
         rotary = RotaryRows(self.rotary.cos[batch.positions], self.rotary.sin[batch.positions])
         for index, layer in enumerate(self.layers):
-            normed = backend.rms_norm(x, layer.input_norm, config.norm_eps)
+            normed = backend.rms_norm(x, layer.input_norm, config.norm_eps).to(self.dtype)
             x = x + layer.attention(normed, rotary, index, batch, cache, config, backend)
-            normed = backend.rms_norm(x, layer.post_attention_norm, config.norm_eps)
+            normed = backend.rms_norm(x, layer.post_attention_norm, config.norm_eps).to(self.dtype)
             x = x + layer.mlp(normed, backend)
         rows = backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
-        return self.head(rows.float())
+        return self.head(rows)

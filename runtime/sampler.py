@@ -223,8 +223,8 @@ def _banned(row: SamplerRow, vocab_size: int) -> set[int]:
 def _completions(row: SamplerRow) -> Iterator[int]:
     """Last tokens of the bad words of which everything else has just been written."""
     for *prefix, last in row.bad_words_ids:
-        start = len(row.output_token_ids) - len(prefix)
-        if start >= 0 and list(row.output_token_ids[start:]) == prefix:
+        written = row.output_token_ids[-len(prefix) :] if prefix else ()
+        if list(written) == prefix:
             yield last
 
 

@@ -76,7 +76,10 @@ class Backend(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [M, K] scaled to unit root mean square, times weight [K] (Zhang & Sennrich 2019)."""
+        """Rows scaled to unit root mean square, times weight (Zhang & Sennrich 2019, section 3).
+
+        x [M, K], weight [K] -> [M, K], all float32.
+        """
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:

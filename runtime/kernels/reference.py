@@ -76,10 +76,9 @@ class ReferenceBackend(Backend):
         return TiledLinear(dense, None if bias is None else bias.to(self.device, self.dtype))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = row_tiles(x).float()
-        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        normed = (wide * inverse).view(-1, x.shape[1])[: x.shape[0]]
-        return normed.to(x.dtype) * weight
+        tiles = row_tiles(x)
+        inverse = torch.rsqrt(tiles.pow(2).mean(-1, keepdim=True) + eps)
+        return (tiles * inverse).view(-1, x.shape[1])[: x.shape[0]] * weight
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         half = gate_up.shape[1] // 2

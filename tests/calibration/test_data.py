@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from qtool.calibration.data import (
     Text,
     calibration_text,
@@ -75,7 +76,9 @@ def test_a_small_text_is_refused_with_the_tokens_found_and_needed() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    documents=st.lists(st.text(alphabet="ab c\n", min_size=1, max_size=40), min_size=8, max_size=30),
+    documents=st.lists(
+        st.text(alphabet="ab c\n", min_size=1, max_size=40), min_size=8, max_size=30
+    ),
     seq_len=st.integers(2, 9),
     seed=st.integers(0, 3),
 )

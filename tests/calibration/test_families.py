@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import nn
+
 from qtool.calibration.families import FAMILIES, find_family, head_dim
 from qtool.calibration.walk import build_on_meta
 from qtool.errors import ModelError
-from torch import nn
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from qtool.calibration.observers import AbsMax, Hessian, MeanAbs, MinMax
 from qtool.errors import CalibrationError
-from torch import Tensor
 
 OBSERVERS = (MeanAbs, AbsMax, MinMax, Hessian)
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
 from qtool.calibration.families import FAMILIES, find_family
 from qtool.calibration.observers import AbsMax, MeanAbs
 from qtool.calibration.walk import DecoderBlock, walk_blocks
 from qtool.errors import CalibrationError, CheckpointError, QuantizationError
 from qtool.formats.checkpoint import CheckpointReader
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 CPU = torch.device("cpu")
 

@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from qtool.formats import affine
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import round_to_grid
 from qtool.quantize import awq
-from torch import Tensor
 
 SCHEME = WeightScheme(4, False, "group", 16)
 

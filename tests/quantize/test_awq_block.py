@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
 from qtool.calibration.families import find_family
 from qtool.calibration.walk import walk_blocks
 from qtool.formats.checkpoint import CheckpointReader
@@ -15,9 +19,6 @@ from qtool.quantize import awq
 from qtool.quantize.awq_block import quantize_block
 from qtool.quantize.job import Job
 from qtool.quantize.plan import plan_schemes
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 SHAPES = {
     "mha": {"kv_heads": 4},

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from qtool.errors import CalibrationError, CheckpointError, ModelError, QtoolError, UsageError
 from qtool.errors import QuantizationError as QError
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.compressed_tensors import parse_config, unpack
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import Progress, quantize_model
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 ModelFactory = Callable[..., Path]
 
@@ -103,7 +104,11 @@ def test_the_same_seed_gives_the_same_bytes(tiny_model_folder: Path, tmp_path: P
     for name in ("a", "b"):
         quantize_model(tiny_model_folder, tmp_path / name, _options(seed=5))
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.*"))
-    assert {str(path) for path in files} >= {"model.safetensors", "config.json", "qtool/report.json"}
+    assert {str(path) for path in files} >= {
+        "model.safetensors",
+        "config.json",
+        "qtool/report.json",
+    }
     for path in files:
         assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes(), path
 
@@ -251,9 +256,7 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_in_the_middle_leaves_nothing(
-    tiny_model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_failure_in_the_middle_leaves_nothing(tiny_model_folder: Path, tmp_path: Path) -> None:
     def stop(step: Progress) -> None:
         if step.phase == "quantize":
             raise KeyboardInterrupt

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from qtool.calibration.families import FAMILIES
 from qtool.errors import QuantizationError, UsageError
 from qtool.formats.scheme import WeightScheme

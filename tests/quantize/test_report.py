@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
+
 from qtool.formats.scheme import WeightScheme
 from qtool.quantize.report import ModuleRecord, Report, module_record, summary_rows
 from qtool.quantize.rtn import quantize_rtn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from qtool.formats.scheme import WeightScheme
 from qtool.quantize.rtn import quantize_rtn
 

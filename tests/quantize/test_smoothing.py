@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from qtool.quantize import smoothing
 
 HEAD_DIM = 4

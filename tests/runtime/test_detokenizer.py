@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -32,11 +32,10 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _stream(
-    decoder: Decoder, ids: Sequence[int], prompt: Sequence[int] = (), **settings: object
+    decoder: Decoder, ids: Sequence[int], prompt: Sequence[int] = (), **params: object
 ) -> tuple[list[str], str | None]:
     """Deltas of a stream over ``ids`` that obeys its stop strings, and its stop reason."""
-    params = SamplingParams(**{"max_tokens": None, **settings})
-    stream = TextStream(decoder, prompt, params)
+    stream = TextStream(decoder, prompt, SamplingParams(**{"max_tokens": None, **params}))
     deltas = []
     for token in ids:
         deltas.append(stream.push(token))
@@ -91,14 +90,14 @@ def test_joined_deltas_equal_the_plain_text_in_500_random_cases() -> None:
         plain = decoder.decode(ids)
         stops, include = _random_stops(text, rng), rng.random() < 0.5
         min_tokens = rng.choice([0, 0, rng.randint(1, 12)])
-        settings = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": min_tokens}
+        params = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": min_tokens}
 
         assert _text(decoder, ids) == plain
-        deltas, reason = _stream(decoder, ids, **settings)
+        deltas, reason = _stream(decoder, ids, **params)
 
         free = len("".join(_stream(decoder, ids)[0][: max(min_tokens - 1, 0)]))
         expected = _stopped(plain, stops, free, include)
-        assert ("".join(deltas), reason) == expected, (case, decoder.tokens, settings)
+        assert ("".join(deltas), reason) == expected, (case, decoder.tokens, params)
         hits += reason is not None
     assert hits > 150, "the cases must exercise stop strings"
 
@@ -117,10 +116,16 @@ def test_a_real_tokenizer_streams_what_it_decodes_at_once(
         assert prompt + _text(real, ids[split:], ids[:split]) == whole
 
 
-@given(st.lists(st.integers(0, 258)), st.booleans())
+# A special token, characters with half a neighbour, halves, and bytes of no character.
+AWKWARD = [b"</s>", b"a\x80", b"b\xe5", b"\xa5\xbd", b"\xa5\xbd\xf0\x9f", b"\x99\x82\xff", b"\x80"]
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.integers(0, len(AWKWARD) - 1) | st.integers(0, 255 + len(AWKWARD))), st.booleans()
+)
 def test_any_bytes_come_out_as_decoded_at_once(ids: list[int], skip: bool) -> None:
-    tokens = [bytes([byte]) for byte in range(256)]
-    decoder = ByteDecoder([*tokens, b"</s>", b"<pad>", "é🙂".encode()], special=[256, 257])
+    decoder = ByteDecoder([*AWKWARD, *(bytes([byte]) for byte in range(256))], special=[0])
     assert _text(decoder, ids, skip_special_tokens=skip) == decoder.decode(ids, skip)
 
 
@@ -155,6 +160,8 @@ def test_a_valid_byte_token_survives_a_broken_neighbour() -> None:
     good, bad = _encode(real, "字")[-3:], real.token_to_id("<0xFF>")
     assert _text(real, [*good, bad, *good]) == f"字{REPLACEMENT}字"
     assert _text(real, [*good, *good[:2]]) == f"字{REPLACEMENT}{REPLACEMENT}"
+    space = real.token_to_id("<0x20>")
+    assert _text(real, [good[0], space, *_encode(real, "x")[1:]]) == f"{REPLACEMENT * 2}x"
 
 
 def test_a_leading_space_after_the_prompt_stays() -> None:

@@ -168,6 +168,15 @@ def test_a_seed_gives_the_same_tokens_again_and_another_seed_others() -> None:
     assert run(-1) == run(2**64 - 1)
 
 
+@pytest.mark.parametrize(("chance", "token"), [(0.0, 1), (1 - 2**-53, 3)])
+def test_the_least_and_the_greatest_chance_draw_a_possible_token(
+    chance: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **kw: torch.tensor(chance, dtype=kw["dtype"]))
+    logits = torch.tensor([[0.0, 1.0, 0.3, 1.0, 9.0]])
+    assert set(_draws(logits, 1, allowed_token_ids=[1, 2, 3])) == {token}
+
+
 def test_the_global_generator_is_neither_used_nor_moved() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()

@@ -165,6 +165,17 @@ def test_none_is_admitted_in_a_step_that_preempted() -> None:
     assert engine.blocks.num_free == 1
 
 
+def test_a_sequence_is_admitted_only_with_room_for_all_its_tokens_and_the_next() -> None:
+    engine = _make_engine(blocks=4, size=4, budget=8)
+    _add(engine, "a", 5, max_tokens=3)
+    exact = _add(engine, "exact", 8)
+    for _ in range(2):
+        assert list(_chunks(engine.step())) == ["a"]
+    engine.step()
+    assert engine.finished and exact.status is SequenceStatus.WAITING
+    assert _chunks(engine.step()) == {"exact": (0, 8)}
+
+
 def test_lower_priority_is_preempted_before_newer_arrival() -> None:
     engine = _make_engine(blocks=4, size=4)
     _add(engine, "old", 7, priority=1)

@@ -128,7 +128,7 @@ def test_each_request_ends_within_as_many_steps_as_it_and_those_before_it_have_t
             bound += _limit(engine, sequence)
             while sequence in engine.alive:
                 engine.step()
-            assert engine.num_steps <= bound, f"seed {seed}, request {sequence.request_id}"
+                assert engine.num_steps <= bound, f"seed {seed}, request {sequence.request_id}"
 
 
 class SchedulerMachine(RuleBasedStateMachine):

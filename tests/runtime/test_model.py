@@ -1,0 +1,165 @@
+"""Our decoder against transformers', in float32: prompt, chunks, decode, every back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qtool.errors import CheckpointError, ModelError
+from qtool.runtime.loaded_model import load_model
+from qtool.runtime.model import Decoder
+from qtool.runtime.options import ModelOptions
+from support.batches import run_chunked, run_whole
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"kv_heads": 4},
+    "mqa": {"kv_heads": 1},
+    "untied": {"tie": False},
+    "biases": {"bias": True},
+    "wide heads": {"head_dim": 32},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "linear rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral window": {"model_type": "mistral", "sliding_window": 24},
+    "qwen2": {"model_type": "qwen2"},
+}
+
+
+def _load(folder: Path, backend: str = "reference", dtype: str = "fp32") -> Decoder:
+    options = ModelOptions(device="cpu", dtype=dtype, backend=backend)
+    return load_model(folder, options).decoder
+
+
+def _token_ids(count: int, seed: int = 0, vocab: int = 384) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+
+def _ref_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    # Eager attention honours the window exactly as written.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(
+    model_factory: Callable[..., Path], variant: str, backend: str
+) -> None:
+    folder = model_factory(**VARIANTS[variant])
+    token_ids = _token_ids(90)
+    expected = _ref_logits(folder, token_ids)
+    decoder = _load(folder, backend)
+    assert _relative_error(run_whole(decoder, token_ids), expected) < 1e-4
+    assert _relative_error(run_chunked(decoder, token_ids, [33, 20, 1]), expected) < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_bfloat16_differs_by_its_rounding_only(tiny_model_folder: Path, backend: str) -> None:
+    token_ids = _token_ids(40)
+    expected = _ref_logits(tiny_model_folder, token_ids)
+    decoder = _load(tiny_model_folder, backend, dtype="bf16")
+    # bfloat16 has 8 bits; a few roundings a layer, two layers.
+    assert _relative_error(run_whole(decoder, token_ids), expected) < 0.02
+
+
+def test_old_spelling_of_rotary_settings_means_the_same(
+    model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    from qtool.runtime.config import parse_decoder_config
+
+    new = {"rope_parameters": LLAMA3}
+    old = {
+        "rope_theta": 500_000.0,
+        "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+    }
+    older = old | {"rope_scaling": old["rope_scaling"] | {"type": "llama3"}}  # type: ignore[operator]
+    base = {
+        "model_type": "llama",
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    assert parse_decoder_config(base | new) == parse_decoder_config(base | old)
+    assert parse_decoder_config(base | new) == parse_decoder_config(base | older)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported are llama"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"vocab_size": ...}, "no 'vocab_size'"),
+    ],
+)
+def test_what_the_decoder_does_not_have_is_refused_by_name(
+    tiny_model_folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    from qtool.formats.checkpoint import read_json
+    from qtool.runtime.config import parse_decoder_config
+
+    config = read_json(tiny_model_folder / "config.json") | changes
+    with pytest.raises(ModelError, match=message):
+        parse_decoder_config({key: value for key, value in config.items() if value is not ...})
+
+
+class TestMismatch:
+    """Config and weights that do not belong together."""
+
+    def _copy(self, source: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+        from qtool.formats.checkpoint import CheckpointReader, CheckpointWriter
+
+        with CheckpointReader(source) as reader, CheckpointWriter(out) as writer:
+            tensors = {name: reader.get(name).clone() for name in reader.names()}
+            edit(tensors)
+            for name, tensor in tensors.items():
+                writer.add(name, tensor)
+            return writer.finish(reader.config)
+
+    def test_a_missing_tensor_is_named(self, tiny_model_folder: Path, tmp_path: Path) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        folder = self._copy(tiny_model_folder, tmp_path / "m", lambda tensors: tensors.pop(name))
+        with pytest.raises(CheckpointError, match=name):
+            _load(folder)
+
+    def test_an_extra_tensor_is_named(self, tiny_model_folder: Path, tmp_path: Path) -> None:
+        extra = {"model.layers.1.mlp.side.weight": torch.zeros(2)}
+        folder = self._copy(tiny_model_folder, tmp_path / "m", lambda t: t.update(extra))
+        with pytest.raises(CheckpointError, match=r"belong to no part .*side\.weight"):
+            _load(folder)
+
+    def test_a_wrong_shape_is_named(self, tiny_model_folder: Path, tmp_path: Path) -> None:
+        wrong = {"model.norm.weight": torch.zeros(3)}
+        folder = self._copy(tiny_model_folder, tmp_path / "m", lambda t: t.update(wrong))
+        with pytest.raises(CheckpointError, match=r"model\.norm.* shape \(3,\).* \(64,\)"):
+            _load(folder)

@@ -1,0 +1,58 @@
+"""Batches for a decoder, laid over scattered blocks of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from qtool.runtime.batch import Batch, build_batch
+from qtool.runtime.kv_cache import KVCache
+from qtool.runtime.model import Decoder
+from qtool.runtime.sampling_params import SamplingParams
+from qtool.runtime.scheduler import Chunk
+from qtool.runtime.sequence import Sequence
+
+BLOCK_SIZE = 16
+
+
+def make_cache(decoder: Decoder, num_blocks: int = 64, *, poisoned: bool = True) -> KVCache:
+    """A pool whose unused slots hold NaN: nothing may read them."""
+    cache = KVCache(decoder.config, num_blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
+    if poisoned:
+        for pool in (*cache.keys, *cache.values):
+            pool.fill_(torch.nan)
+    return cache
+
+
+def make_sequence(token_ids: SequenceOf[int], first_block: int, name: str = "s") -> Sequence:
+    """A sequence on every second block, in falling order: nothing lies side by side."""
+    sequence = Sequence(name, list(token_ids), SamplingParams())
+    count = -(-len(token_ids) // BLOCK_SIZE)
+    sequence.block_table = [first_block + 2 * i for i in reversed(range(count))]
+    return sequence
+
+
+def batch_of(*chunks: Chunk) -> Batch:
+    """All logits of all chunks."""
+    return build_batch(chunks, BLOCK_SIZE, torch.device("cpu"), [True] * len(chunks))
+
+
+def run_whole(decoder: Decoder, token_ids: SequenceOf[int]) -> Tensor:
+    """Logits [T, vocab] of one sequence, in one chunk."""
+    sequence = make_sequence(token_ids, 0)
+    batch = batch_of(Chunk(sequence, 0, len(token_ids)))
+    return decoder.forward(batch, make_cache(decoder))
+
+
+def run_chunked(decoder: Decoder, token_ids: SequenceOf[int], sizes: SequenceOf[int]) -> Tensor:
+    """The same in chunks of ``sizes``, the last of them repeated."""
+    sequence, cache = make_sequence(token_ids, 1), make_cache(decoder)
+    logits, start, remaining = [], 0, list(sizes)
+    while start < len(token_ids):
+        size = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+        size = min(size, len(token_ids) - start)
+        logits.append(decoder.forward(batch_of(Chunk(sequence, start, size)), cache))
+        start += size
+    return torch.cat(logits)
