@@ -28,6 +28,7 @@ class SmoothingPair:
         source: a norm, or a linear whose rows (and bias) are divided.
         targets: linears that read the source's output.
         parent: the module whose output error judges a scale; it takes the targets' input.
+        mixes_tokens: the parent needs whole sequences, as attention does.
         shares_heads: the source's channels are key-value heads, each read by a whole group of
             query heads; its scale is tied over that group.
     """
@@ -35,6 +36,7 @@ class SmoothingPair:
     source: str
     targets: tuple[str, ...]
     parent: str
+    mixes_tokens: bool = False
     shares_heads: bool = False
 
 
@@ -73,7 +75,7 @@ def _llama_shaped(model_type: str) -> ModelFamily:
         blocks="model.layers",
         linear_groups=((Q, K, V), (O,), (GATE, UP), (DOWN,)),
         pairs=(
-            SmoothingPair("input_layernorm", (Q, K, V), parent="self_attn"),
+            SmoothingPair("input_layernorm", (Q, K, V), parent="self_attn", mixes_tokens=True),
             SmoothingPair(V, (O,), parent=O, shares_heads=True),
             SmoothingPair("post_attention_layernorm", (GATE, UP), parent="mlp"),
             SmoothingPair(UP, (DOWN,), parent=DOWN),

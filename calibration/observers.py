@@ -99,6 +99,26 @@ class AbsMax(_Statistic):
             self._value = peak if self._value is None else torch.maximum(self._value, peak)
 
 
+class EveryNth:
+    """Every n-th token itself, [tokens / n, features]: a sample spread over the whole text."""
+
+    def __init__(self, name: str, n: int) -> None:
+        self.name = name
+        self.tokens = 0
+        self._n = n
+        self._rows: list[Tensor] = []
+
+    def update(self, x: Tensor) -> None:
+        """Take activations [tokens, features]."""
+        # Clone: a view would keep the whole batch alive.
+        self._rows.append(x[-self.tokens % self._n :: self._n].detach().float().clone())
+        self.tokens += x.shape[0]
+
+    def result(self) -> Tensor:
+        """The sampled rows; empty if there were none."""
+        return torch.cat(self._rows)
+
+
 class MinMax(_Statistic):
     """Smallest and largest value per feature, [2, features]."""
 

@@ -74,11 +74,11 @@ class DecoderBlock:
             for _ in self.run():
                 pass
 
-    def capture(self, name: str, num_samples: int) -> tuple[Tensor, dict[str, Any]]:
-        """Input of a submodule on the first samples, and its other arguments.
+    def capture(self, name: str, samples: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+        """Input of a submodule on some of the samples, and its other arguments.
 
         Returns:
-            Its hidden states, float32 [num_samples, seq_len, features], and keyword arguments.
+            Its hidden states, float32 [len(samples), seq_len, features], and keyword arguments.
         """
         caught: list[tuple[Tensor, dict[str, Any]]] = []
 
@@ -90,7 +90,7 @@ class DecoderBlock:
         submodule = self.module.get_submodule(name)
         hook = submodule.register_forward_pre_hook(catch, with_kwargs=True)
         try:
-            self.module(self.inputs[:num_samples].to(self.device), **self.arguments)
+            self.module(self.inputs[list(samples)].to(self.device), **self.arguments)
         finally:
             hook.remove()
         return caught[0]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from qtool.calibration.families import K, ModelFamily, Q, SmoothingPair, head_dim
-from qtool.calibration.observers import Hessian, MeanAbs
+from qtool.calibration.observers import EveryNth, Hessian, MeanAbs
 from qtool.calibration.walk import DecoderBlock, walk_blocks
 from qtool.calibration.weights import to_stored
 from qtool.formats.scheme import WeightScheme
@@ -25,8 +26,8 @@ from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.report import ModuleRecord, module_record
 from qtool.quantize.rtn import quantize_rtn
 
-# Tokens on which attention and MLP judge scales; linear parents use all tokens through the
-# second moment.
+# Tokens on which attention and MLP judge scales, spread evenly over the samples; linear parents
+# use all tokens through the second moment.
 SEARCH_TOKENS = 512
 
 # Rotary embeddings and the softmax make the output of q and k sensitive to their largest
@@ -40,6 +41,7 @@ class _Inputs:
 
     mean_abs: Tensor
     hessian: Tensor
+    sample: Tensor
     tokens: int
     ratio: float = 0.0
 
@@ -51,7 +53,7 @@ class _Workspace:
     block: DecoderBlock
     family: ModelFamily
     inputs: Mapping[str, _Inputs]
-    scheme: WeightScheme
+    schemes: Mapping[str, WeightScheme]
     dtype: torch.dtype
     head_dim: int
 
@@ -59,6 +61,11 @@ class _Workspace:
         module = self.block.module.get_submodule(name)
         assert isinstance(module, nn.Linear)
         return module
+
+    def scaled_and_rounded(self, name: str, scales: Tensor) -> Tensor:
+        """What a linear's weight would become under input scales [in_features]."""
+        weight, scheme = self.linear(name).weight, self.schemes[name]
+        return awq.round_scaled(weight, scales, scheme, self.dtype)
 
 
 def awq_blocks(job: Job) -> Iterator[QuantizedBlock]:
@@ -70,9 +77,9 @@ def awq_blocks(job: Job) -> Iterator[QuantizedBlock]:
 
 def quantize_block(block: DecoderBlock, job: Job) -> QuantizedBlock:
     """One block; its module is left with the rounded weights."""
-    scheme = job.schemes[f"{block.prefix}.{job.family.linears[0]}"]
+    schemes = {name: job.schemes[f"{block.prefix}.{name}"] for name in job.family.linears}
     inputs = _observe(block, job.family)
-    work = _Workspace(block, job.family, inputs, scheme, job.dtype, head_dim(job.reader.config))
+    work = _Workspace(block, job.family, inputs, schemes, job.dtype, head_dim(job.reader.config))
     for pair in job.family.pairs:
         _smooth(work, pair)
     changed = _store_changes(work)
@@ -86,11 +93,12 @@ def quantize_block(block: DecoderBlock, job: Job) -> QuantizedBlock:
 def _observe(block: DecoderBlock, family: ModelFamily) -> dict[str, _Inputs]:
     """Statistics by linear; linears of a group share one object."""
     first = {group[0]: group for group in family.linear_groups}
-    observers = {name: (MeanAbs(name), Hessian(name)) for name in first}
+    stride = max(1, block.num_tokens // SEARCH_TOKENS)
+    observers = {name: (MeanAbs(name), Hessian(name), EveryNth(name, stride)) for name in first}
     block.observe(observers)
     shared = {}
-    for name, (mean_abs, hessian) in observers.items():
-        inputs = _Inputs(mean_abs.result(), hessian.result(), hessian.tokens)
+    for name, (mean_abs, hessian, sample) in observers.items():
+        inputs = _Inputs(mean_abs.result(), hessian.result(), sample.result(), hessian.tokens)
         shared.update(dict.fromkeys(first[name], inputs))
     return shared
 
@@ -149,31 +157,34 @@ def _linear_loss(work: _Workspace, name: str) -> Callable[[Tensor], float]:
     weight, hessian = work.linear(name).weight, work.inputs[name].hessian
 
     def loss(scales: Tensor) -> float:
-        rounded = awq.round_scaled(weight, scales, work.scheme, work.dtype)
-        return float(awq.output_error(rounded - weight, hessian))
+        return float(awq.output_error(work.scaled_and_rounded(name, scales) - weight, hessian))
 
     return loss
 
 
+def _parent_inputs(work: _Workspace, pair: SmoothingPair) -> tuple[Tensor, dict[str, Any]]:
+    """About ``SEARCH_TOKENS`` tokens of the parent's input, and its other arguments."""
+    if not pair.mixes_tokens:
+        return work.inputs[pair.targets[0]].sample, {}
+    num_samples = work.block.inputs.shape[0]
+    stride = min(num_samples, max(1, work.block.num_tokens // SEARCH_TOKENS))
+    return work.block.capture(pair.parent, range(stride // 2, num_samples, stride))
+
+
 def _module_loss(work: _Workspace, pair: SmoothingPair) -> Callable[[Tensor], float]:
     parent = work.block.module.get_submodule(pair.parent)
-    num_samples = max(1, SEARCH_TOKENS // work.block.inputs.shape[1])
-    hidden, arguments = work.block.capture(pair.parent, num_samples)
-    names = [f"{target.removeprefix(f'{pair.parent}.')}.weight" for target in pair.targets]
-    weights = {name: parent.get_parameter(name) for name in names}
+    hidden, arguments = _parent_inputs(work, pair)
+    local = {f"{name.removeprefix(f'{pair.parent}.')}.weight": name for name in pair.targets}
 
-    def run(changed: Mapping[str, Tensor]) -> Tensor:
-        output = functional_call(parent, dict(changed), (hidden,), arguments)
+    def run(weights: dict[str, Tensor]) -> Tensor:
+        output = functional_call(parent, weights, (hidden,), arguments)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
-    exact = run(weights)
+    exact = run({})
 
     def loss(scales: Tensor) -> float:
-        rounded = {
-            name: awq.round_scaled(weight, scales, work.scheme, work.dtype)
-            for name, weight in weights.items()
-        }
+        rounded = {key: work.scaled_and_rounded(name, scales) for key, name in local.items()}
         return float((run(rounded) - exact).square().mean())
 
     return loss
@@ -194,11 +205,11 @@ def _store_changes(work: _Workspace) -> dict[str, Tensor]:
 def _round(work: _Workspace, name: str) -> tuple[QuantizedTensor, ModuleRecord]:
     """Clip and round one linear; the module keeps the rounded weight."""
     linear, inputs = work.linear(name), work.inputs[name]
-    weight = linear.weight.clone()
+    weight, scheme = linear.weight.clone(), work.schemes[name]
     clip = None
     if name not in UNCLIPPED:
-        clip = awq.search_clip(weight, inputs.hessian, work.scheme, work.dtype)
-    quantized = quantize_rtn(weight, work.scheme, work.dtype, clip)
+        clip = awq.search_clip(weight, inputs.hessian, scheme, work.dtype)
+    quantized = quantize_rtn(weight, scheme, work.dtype, clip)
     linear.weight.copy_(quantized.dequantize())
     error = awq.output_error(linear.weight - weight, inputs.hessian)
     power = awq.output_error(weight, inputs.hessian)

@@ -64,5 +64,7 @@ class Decoder:
             x = x + layer.attention(normed, rotary, index, batch, cache, config, backend)
             normed = backend.rms_norm(x, layer.post_attention_norm, config.norm_eps).to(self.dtype)
             x = x + layer.mlp(normed, backend)
+        if not len(batch.logit_rows):
+            return x.new_empty(0, config.vocab_size)
         rows = backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
         return self.head(rows)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qtool.calibration.observers import AbsMax, Hessian, MeanAbs, MinMax
+from qtool.calibration.observers import AbsMax, EveryNth, Hessian, MeanAbs, MinMax
 from qtool.errors import CalibrationError
 
 OBSERVERS = (MeanAbs, AbsMax, MinMax, Hessian)
@@ -64,3 +64,14 @@ def test_results_are_float32_and_the_input_is_left_alone(observer: type) -> None
     gathered.update(x)
     assert gathered.result().dtype == torch.float32
     assert torch.equal(x, before)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), n=st.integers(1, 7))
+def test_every_nth_token_is_kept_however_they_are_batched(sizes: list[int], n: int) -> None:
+    x = torch.arange(2.0 * sum(sizes)).reshape(-1, 2)
+    kept = EveryNth("m", n)
+    for batch in x.split(sizes):
+        kept.update(batch)
+    assert torch.equal(kept.result(), x[::n])
+    assert kept.tokens == len(x)

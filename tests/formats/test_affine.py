@@ -138,7 +138,8 @@ def test_blocks_round_trip_and_codes_fit(
     scheme = WeightScheme(bits, bits == 8, "group", group_size)
     weight = _make_weight(rows, groups * group_size, seed)
     assert torch.equal(
-        affine.from_blocks(affine.to_blocks(weight, scheme), scheme, (rows, weight.shape[1])), weight
+        affine.from_blocks(affine.to_blocks(weight, scheme), scheme, (rows, weight.shape[1])),
+        weight,
     )
     tensor = _quantize(weight, scheme, torch.float32)
     assert int(tensor.codes.max()) <= scheme.max_code

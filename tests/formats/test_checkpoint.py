@@ -214,5 +214,8 @@ class TestDamage:
             CheckpointReader(tmp_path)
 
     def test_an_unknown_tensor_is_named(self, folder: Path) -> None:
-        with CheckpointReader(folder) as reader, pytest.raises(CheckpointError, match="no tensor q"):
+        with (
+            CheckpointReader(folder) as reader,
+            pytest.raises(CheckpointError, match="no tensor q"),
+        ):
             reader.get("q")

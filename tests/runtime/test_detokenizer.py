@@ -178,6 +178,11 @@ def test_a_skipped_token_does_not_cost_the_space_after_it() -> None:
     assert _text(real, ids, prompt=[eos], ignore_eos=True) == real.decode(ids)
 
 
+def test_skipped_tokens_inside_a_character_leave_it_whole() -> None:
+    decoder = ByteDecoder([b"\xe5", b"</s>", b"\xa5\xbd"], special=[1])
+    assert _stream(decoder, [0, 1, 1, 1, 1, 2])[0] == ["", "", "", "", "", "好", ""]
+
+
 def test_an_endless_run_of_skipped_or_broken_tokens_costs_the_same_each() -> None:
     class Counting(ByteDecoder):
         longest = 0

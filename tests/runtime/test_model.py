@@ -33,9 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"bias": True},
     "wide heads": {"head_dim": 32},
     "llama3 rope": {"rope_parameters": LLAMA3},
-    "linear rope": {
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    },
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral window": {"model_type": "mistral", "sliding_window": 24},
     "qwen2": {"model_type": "qwen2"},
@@ -136,7 +134,9 @@ def test_what_the_decoder_does_not_have_is_refused_by_name(
 class TestMismatch:
     """Config and weights that do not belong together."""
 
-    def _copy(self, source: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    def _copy(
+        self, source: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], None]
+    ) -> Path:
         from qtool.formats.checkpoint import CheckpointReader, CheckpointWriter
 
         with CheckpointReader(source) as reader, CheckpointWriter(out) as writer:

@@ -241,6 +241,7 @@ def test_a_bad_word_is_stopped_at_its_last_token_only() -> None:
     assert _greedy(logits, output=(2,), prompt=(1,), **settings) == 0  # begun in the prompt
     assert _greedy(logits, output=(1, 2, 1), **settings) == 0
     assert _greedy(logits, bad_words=((0,), (1,))) == 2
+    assert _greedy(logits, bad_words=((0,),), output=(1, 2)) == 1
 
 
 def test_allowed_tokens_outrank_minimum_and_bad_words_when_nothing_else_is_left() -> None:

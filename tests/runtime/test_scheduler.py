@@ -155,14 +155,16 @@ def test_the_newest_is_preempted_requeued_in_front_and_recomputed_with_its_outpu
 
 def test_none_is_admitted_in_a_step_that_preempted() -> None:
     engine = _make_engine(blocks=4, size=4)
-    for name, length in (("a", 7), ("b", 7), ("c", 1)):
-        _add(engine, name, length, max_tokens=4)
+    for name in "ab":
+        _add(engine, name, 7)
     engine.step()
     engine.step()
+    _add(engine, "urgent", 1, priority=-1)
     step = engine.step()
-    # "c" needs one block, and preempting "b" left one over.
+    # It needs one block, and preempting "b" left one over.
     assert _ids(step.preempted) == ["b"] and list(_chunks(step)) == ["a"]
     assert engine.blocks.num_free == 1
+    assert list(_chunks(engine.step())) == ["a", "urgent"]
 
 
 def test_a_sequence_is_admitted_only_with_room_for_all_its_tokens_and_the_next() -> None:

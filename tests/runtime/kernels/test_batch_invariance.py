@@ -50,7 +50,9 @@ def test_a_rows_place_in_a_tile_does_not_matter(columns: int, rows: int) -> None
 def test_norm_and_activation_do_not_depend_on_the_number_of_rows() -> None:
     x, weight = _random(50, 1000), _random(1000, seed=1)
     for size in (1, 2, 15, 16, 17, 50):
-        assert torch.equal(BACKEND.rms_norm(x[:size], weight, 1e-5)[0], BACKEND.rms_norm(x, weight, 1e-5)[0])
+        assert torch.equal(
+            BACKEND.rms_norm(x[:size], weight, 1e-5)[0], BACKEND.rms_norm(x, weight, 1e-5)[0]
+        )
         assert torch.equal(BACKEND.silu_mul(x[:size])[size - 1], BACKEND.silu_mul(x)[size - 1])
 
 
@@ -66,7 +68,9 @@ def test_company_does_not_change_a_bit(decoder: Decoder) -> None:
     alone = run_whole(decoder, token_ids)
     cache = make_cache(decoder, 256)
     sequence = make_sequence(token_ids, 0, "mine")
-    others = [make_sequence(_token_ids(9 + 7 * i, 10 + i), 1 + 20 * (i + 1), f"o{i}") for i in range(9)]
+    others = [
+        make_sequence(_token_ids(9 + 7 * i, 10 + i), 1 + 20 * (i + 1), f"o{i}") for i in range(9)
+    ]
     before = [Chunk(other, 0, other.num_tokens - 3) for other in others]
     first = decoder.forward(batch_of(*before[:4], Chunk(sequence, 0, 50), *before[4:]), cache)
     offset = sum(chunk.length for chunk in before[:4])

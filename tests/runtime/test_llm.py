@@ -1,0 +1,116 @@
+"""``from qtool import LLM, SamplingParams``, as users of other engines write it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qtool import LLM, SamplingParams
+from qtool.errors import RequestError, UsageError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model_folder: Path) -> Iterator[LLM]:
+    with LLM(
+        model=str(tiny_model_folder),
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.9,
+        device="cpu",
+        dtype="fp32",
+        backend="reference",
+        kv_cache_memory=10**7,
+    ) as llm:
+        yield llm
+
+
+def test_one_prompt_and_many(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8)
+    (single,) = llm.generate("The quick brown", params)
+    assert single.prompt == "The quick brown"
+    assert isinstance(single.outputs[0].text, str)
+    prompts = ["The quick", "你好，世界", "🙂🙃"]
+    results = llm.generate(prompts, GREEDY)
+    assert [result.prompt for result in results] == prompts
+    assert [len(result.outputs[0].token_ids) for result in results] == [8, 8, 8]
+    again = llm.generate(prompts[1], GREEDY)
+    assert again[0].outputs[0].text == results[1].outputs[0].text
+
+
+def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
+    (by_text,) = llm.generate("The quick brown", GREEDY)
+    (by_ids,) = llm.generate(by_text.prompt_token_ids, GREEDY)
+    assert by_ids.outputs[0].token_ids == by_text.outputs[0].token_ids
+    assert by_ids.prompt is None
+
+
+def test_n_completions_differ_and_repeat_with_a_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.5, seed=5, max_tokens=8, ignore_eos=True)
+    first, second = (llm.generate("The", params)[0] for _ in range(2))
+    texts = [output.text for output in first.outputs]
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert [output.text for output in second.outputs] == texts
+
+
+def test_each_prompt_can_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 5)]
+    results = llm.generate(["a", "b"], params)
+    assert [len(result.outputs[0].token_ids) for result in results] == [2, 5]
+    with pytest.raises(UsageError, match="2 sampling_params for 3 prompts"):
+        llm.generate(["a", "b", "c"], params)
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (single,) = llm.chat(messages, GREEDY)
+    assert single.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    both = llm.chat([messages, messages], GREEDY)
+    assert {result.outputs[0].text for result in both} == {single.outputs[0].text}
+
+
+def test_a_stream_gives_the_same_text_and_may_be_left_early(llm: LLM) -> None:
+    (plain,) = llm.generate("The quick", GREEDY)
+    deltas = list(llm.stream("The quick", GREEDY))
+    assert "".join(delta.text for delta in deltas) == plain.outputs[0].text
+    for _ in llm.stream("The quick", SamplingParams(max_tokens=200, ignore_eos=True)):
+        break
+    assert llm.generate("The quick", GREEDY)[0].outputs[0].text == plain.outputs[0].text
+
+
+def test_one_bad_prompt_fails_the_call_and_leaves_nothing_running(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="must have 1 or more"):
+        llm.generate(["good", []], GREEDY)
+    assert len(llm.generate("good", GREEDY)) == 1
+
+
+def test_prompt_logprobs_come_with_the_result(llm: LLM) -> None:
+    (result,) = llm.generate("The quick brown fox", SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: this version runs on one device"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
+        ({"max_model_len": 1000}, "made for at most 256 tokens"),
+        ({"quantization": "awq"}, "the checkpoint is not quantized"),
+        ({"dtype": "int3"}, "use one of auto, bf16, fp16, fp32"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    tiny_model_folder: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        LLM(model=str(tiny_model_folder), device="cpu", **settings)  # type: ignore[arg-type]
+
+
+def test_unknown_settings_are_refused(tiny_model_folder: Path) -> None:
+    with pytest.raises(TypeError, match="max_seqs"):
+        LLM(model=str(tiny_model_folder), max_seqs=2)  # type: ignore[call-arg]
