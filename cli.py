@@ -207,7 +207,9 @@ def generate(
 @click.option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's.")
 @click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True)
 @click.option("--gpu-memory-utilization", type=float, default=0.9, show_default=True)
-@click.option("--kv-cache-memory", type=parse_size, metavar="SIZE", help="For keys and values, such as 2G.")
+@click.option(
+    "--kv-cache-memory", type=parse_size, metavar="SIZE", help="For keys and values, such as 2G."
+)
 @click.option("--quantization", metavar="NAME", help="Checked against what the checkpoint says.")
 @click.option("--tensor-parallel-size", type=int, default=1, show_default=True)
 @click.option("--pipeline-parallel-size", type=int, default=1, show_default=True)

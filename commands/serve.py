@@ -29,7 +29,11 @@ def run(options: EngineOptions, serving: ServeOptions) -> None:
     show_plan(running.engine.info)
     with running.engine:
         app = create_app(running.engine, running.tokenizer, api_key=serving.api_key)
-        serve(app, serving.host, serving.port)
+        serve(app, serving.host, serving.port, _announce)
+
+
+def _announce(url: str) -> None:
+    console.err.print(f"listening on {url} (API under {url}/v1; Ctrl-C stops)", highlight=False)
 
 
 def show_plan(info: EngineInfo) -> None:

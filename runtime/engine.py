@@ -46,7 +46,7 @@ class Engine:
         self._blocks = BlockManager(blocks, options.block_size)
         config = SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+            max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=model.max_model_len,
         )
         self._scheduler = Scheduler(config, self._blocks)

