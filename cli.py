@@ -6,9 +6,14 @@ Nothing heavy is imported before a command runs, so ``--help`` is instant.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -20,15 +25,52 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, taken like Ctrl-C: what is half done is cleaned up on the way out."""
+
+
 class ErrorsAsMessages(click.Group):
-    """Turns qtool's own errors into a message and their exit code; others keep their traceback."""
+    """Turns qtool's own errors into a message and their exit code; others keep their traceback.
+
+    Ctrl-C and SIGTERM end with the shell's codes for them, 128 and the signal's number.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
+        _escape_unprintable()
         try:
-            return super().invoke(ctx)
+            with _sigterm_as_exception():
+                return super().invoke(ctx)
         except QtoolError as error:
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except Terminated:
+            click.echo("terminated", err=True)
+            ctx.exit(128 + signal.SIGTERM)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    def terminate(*_: object) -> NoReturn:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _escape_unprintable() -> None:
+    """Text a stream's encoding lacks (Chinese under an ASCII locale) is escaped, not a crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def parse_size(value: str) -> int:
@@ -100,12 +142,24 @@ sampling_options = options(
 )
 
 
+output_options = options(
+    click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="One JSON object a line: progress, notes, and the result as the last one.",
+    ),
+    click.option("--quiet", is_flag=True, help="No progress; notes, result and errors remain."),
+)
+
+
 @click.group(cls=ErrorsAsMessages, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="qtool")
 def main() -> None:
     """From checkpoint to endpoint: quantize a language model, prove what it cost, serve it.
 
-    MODEL is a Hugging Face folder, a .gguf file, or a packaged model by name (smollm2-135m).
+    MODEL is a Hugging Face folder, a .gguf file, a packaged model by name (smollm2-135m), or a
+    model's id on the hub (org/name).
     SOURCE is "builtin" or a text file.
     """
 
@@ -141,12 +195,14 @@ def main() -> None:
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at the output folder.")
-def quantize(model: str, out: Path, bits: str, **values: Any) -> None:
+@output_options
+def quantize(model: str, out: Path, bits: str, as_json: bool, quiet: bool, **values: Any) -> None:
     """Quantize MODEL into a compressed-tensors checkpoint."""
     from qtool.commands import quantize as command
+    from qtool.commands.console import Show
     from qtool.quantize.options import QuantizeOptions
 
-    command.run(model, out, QuantizeOptions(bits=int(bits), **values))
+    command.run(model, out, QuantizeOptions(bits=int(bits), **values), Show(as_json, quiet))
 
 
 @main.command("eval")
@@ -155,8 +211,8 @@ def quantize(model: str, out: Path, bits: str, **values: Any) -> None:
 @click.option("--text", metavar="SOURCE", default="builtin", show_default=True)
 @click.option("--seq-len", type=int, default=1024, show_default=True, help="Tokens of a window.")
 @click.option("--windows", type=int, default=16, show_default=True, help="Windows to score.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @loading_options(dtype="fp32")
+@output_options
 def evaluate(
     model: str,
     reference: str | None,
@@ -164,24 +220,28 @@ def evaluate(
     seq_len: int,
     windows: int,
     as_json: bool,
+    quiet: bool,
     **loading: Any,
 ) -> None:
     """Perplexity of MODEL; with a reference also KL divergence and top-1 agreement."""
     from qtool.commands import evaluate as command
+    from qtool.commands.console import Show
     from qtool.runtime.options import ModelOptions
 
     what = command.EvalOptions(text=text, seq_len=seq_len, windows=windows)
-    command.run(model, reference, what, ModelOptions(**loading), as_json)
+    command.run(model, reference, what, ModelOptions(**loading), Show(as_json, quiet))
 
 
 @main.command()
 @click.argument("model")
 @click.argument("prompt")
+@click.option("--chat", is_flag=True, help="Send PROMPT through the model's chat template.")
 @sampling_options
 @loading_options()
 def generate(
     model: str,
     prompt: str,
+    chat: bool,
     device: str,
     dtype: str,
     backend: str,
@@ -194,7 +254,7 @@ def generate(
     from qtool.runtime.sampling_params import SamplingParams
 
     loading = ModelOptions(device=device, dtype=dtype, backend=backend, strict=strict)
-    command.run(model, prompt, SamplingParams(**sampling), loading)
+    command.run(model, prompt, SamplingParams(**sampling), loading, chat=chat)
 
 
 @main.command()

@@ -1,9 +1,23 @@
-"""What a terminal shows: messages and progress on standard error, results on standard output."""
+"""What a command shows: results on standard output, progress and notes on standard error.
+
+Under ``--json`` everything a script may want comes on standard output, one JSON object a line,
+each with its kind in ``event``:
+
+    {"event": "progress", "phase": "quantize", "done": 3, "total": 30, "detail": "model.layers.2"}
+    {"event": "note", "text": "..."}
+    {"event": "result", ...}        the last line, if the command succeeds
+
+Errors are always text on standard error, with an exit code that is not 0. ``--quiet`` leaves out
+progress and nothing else; together they give the notes and the result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -22,13 +36,47 @@ out = Console(soft_wrap=True)
 err = Console(stderr=True, soft_wrap=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Show:
+    """How a command shows itself; the default is text for people."""
+
+    as_json: bool = False
+    quiet: bool = False
+
+    def steps(self) -> Steps:
+        """Progress of long work; use as a context manager."""
+        return Steps(self)
+
+    @contextmanager
+    def status(self, text: str) -> Iterator[None]:
+        """:func:`status`, where progress is shown as text."""
+        if self.quiet or self.as_json:
+            yield
+        else:
+            with status(text):
+                yield
+
+    def note(self, text: str) -> None:
+        """Something a user should know: what was not as asked. Quiet commands say it too."""
+        if self.as_json:
+            emit("note", {"text": text})
+        else:
+            note(text)
+
+
+# Text for people, with progress.
+TEXT = Show()
+
+
 class Steps:
     """Progress of long work: one line a phase, a bar while it runs.
 
     Without a terminal (a log file, CI) each phase is one line when it begins and ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, show: Show = TEXT) -> None:
+        self._show = show
+        self._text = not (show.quiet or show.as_json)
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -38,12 +86,18 @@ class Steps:
             TimeRemainingColumn(),
             TextColumn("{task.fields[detail]}"),
             console=err,
-            disable=not err.is_terminal,
+            disable=not (self._text and err.is_terminal),
         )
         self._tasks: dict[str, int] = {}
 
     def update(self, phase: str, done: int, total: int, detail: str = "") -> None:
         """``done`` of ``total`` in ``phase``; the first call opens it."""
+        if self._text:
+            self._update_text(phase, done, total, detail)
+        elif self._show.as_json and not self._show.quiet:
+            emit("progress", {"phase": phase, "done": done, "total": total, "detail": detail})
+
+    def _update_text(self, phase: str, done: int, total: int, detail: str) -> None:
         if phase not in self._tasks:
             self._tasks[phase] = self._bar.add_task(phase, total=total, detail=detail)
             if not err.is_terminal:
@@ -58,6 +112,11 @@ class Steps:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+def emit(event: str, fields: Mapping[str, Any]) -> None:
+    """One JSON object on one line of standard output, at once, so that a pipe can follow."""
+    print(json.dumps({"event": event, **fields}), file=out.file, flush=True)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def run(out: Path | None) -> None:
         quantize.run(MODEL, folder, QUANTIZE)
         _heading("2. Prove what it cost, on held-out text")
         loading = ModelOptions(dtype="fp32")
-        quality = evaluate.run(str(folder), MODEL, EVALUATE, loading, as_json=False)
+        quality = evaluate.run(str(folder), MODEL, EVALUATE, loading)
         _heading("3. Serve it, and ask over HTTP")
         plain, streamed = _serve_and_ask(folder)
         _heading("4. Summary")

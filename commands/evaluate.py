@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -27,18 +26,22 @@ class EvalOptions:
 
 
 def run(
-    model: str, reference: str | None, options: EvalOptions, loading: ModelOptions, as_json: bool
+    model: str,
+    reference: str | None,
+    options: EvalOptions,
+    loading: ModelOptions,
+    show: console.Show = console.TEXT,
 ) -> Quality:
-    """Evaluate and print. Raises QtoolError."""
+    """Evaluate and show the result. Raises QtoolError."""
     source = held_out_text(options.text)
     folder = resolve_model(model)
     windows = evaluation_windows(source, load_tokenizer(folder), options.seq_len, options.windows)
-    loaded = load_for_eval(model, options.seq_len, loading)
+    loaded = load_for_eval(model, options.seq_len, loading, show)
     loaded_reference = None
     if reference is not None:
-        loaded_reference = load_for_eval(reference, options.seq_len, loading)
+        loaded_reference = load_for_eval(reference, options.seq_len, loading, show)
         _check_same_tokens(loaded, loaded_reference, source, windows, options)
-    with console.Steps() as steps:
+    with show.steps() as steps:
         quality = evaluate(
             loaded.decoder,
             windows,
@@ -55,8 +58,8 @@ def run(
         "dtype": str(loaded.decoder.dtype).removeprefix("torch."),
         "quantization": loaded.quantization,
     }
-    if as_json:
-        console.out.print_json(json.dumps(facts | quality.to_dict()))
+    if show.as_json:
+        console.emit("result", facts | quality.to_dict())
     else:
         console.out.print(quality_table(model, reference, quality))
         console.out.print(
@@ -67,12 +70,14 @@ def run(
     return quality
 
 
-def load_for_eval(model: str, seq_len: int, loading: ModelOptions) -> LoadedModel:
+def load_for_eval(
+    model: str, seq_len: int, loading: ModelOptions, show: console.Show
+) -> LoadedModel:
     """Load a MODEL for windows of ``seq_len`` tokens, and say what was not as asked."""
-    with console.status(f"loading {model}"):
+    with show.status(f"loading {model}"):
         loaded = load_model(resolve_model(model), loading, seq_len)
     for text in loaded.notes:
-        console.note(text)
+        show.note(text)
     return loaded
 
 

@@ -10,8 +10,13 @@ from qtool.runtime.options import ModelOptions
 from qtool.runtime.sampling_params import SamplingParams
 
 
-def run(model: str, prompt: str, params: SamplingParams, loading: ModelOptions) -> None:
-    """Generate and print; speed goes to standard error. Raises QtoolError."""
+def run(
+    model: str, prompt: str, params: SamplingParams, loading: ModelOptions, *, chat: bool
+) -> None:
+    """Generate and print; speed goes to standard error. Raises QtoolError.
+
+    ``chat`` sends the prompt as a user's message through the model's chat template.
+    """
     with console.status(f"loading {model}"):
         llm = LLM(
             model,
@@ -26,7 +31,7 @@ def run(model: str, prompt: str, params: SamplingParams, loading: ModelOptions) 
             console.note(text)
         start = time.perf_counter()
         tokens, finish = 0, None
-        for delta in llm.stream(prompt, params):
+        for delta in llm.stream([{"role": "user", "content": prompt}] if chat else prompt, params):
             console.out.out(delta.text, end="", highlight=False)
             console.out.file.flush()
             tokens += len(delta.token_ids)

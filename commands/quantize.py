@@ -13,23 +13,30 @@ from qtool.quantize.pipeline import Progress, quantize_model
 from qtool.quantize.report import Report, summary_rows
 
 
-def run(model: str, out: Path, options: QuantizeOptions) -> Report:
-    """Quantize and print the summary. Raises QtoolError."""
-    with console.status(f"resolving {model}"):
+def run(
+    model: str, out: Path, options: QuantizeOptions, show: console.Show = console.TEXT
+) -> Report:
+    """Quantize and show the summary. Raises QtoolError."""
+    with show.status(f"resolving {model}"):
         source = resolve_model(model)
-    with console.Steps() as steps:
+    with show.steps() as steps:
 
-        def show(progress: Progress) -> None:
+        def update(progress: Progress) -> None:
             steps.update(progress.phase, progress.done, progress.total, progress.detail)
 
-        report = quantize_model(source, out, options, show)
-    console.out.print(summary_table(report))
+        report = quantize_model(source, out, options, update)
     before, after = folder_bytes(source), folder_bytes(out)
-    console.out.print(
-        f"{out}: {console.size(after)}, {report.bits_per_weight:.2f} bits per quantized weight "
-        f"(original {console.size(before)}, {before / after:.2f}x smaller)",
-        highlight=False,
-    )
+    if show.as_json:
+        size = {"out": str(out), "bytes": after, "source_bytes": before}
+        console.emit("result", size | report.to_dict())
+    else:
+        console.out.print(summary_table(report))
+        console.out.print(
+            f"{out}: {console.size(after)}, {report.bits_per_weight:.2f} bits per quantized weight "
+            f"(original {console.size(before)}, {before / after:.2f}x smaller)",
+            highlight=False,
+            markup=False,
+        )
     return report
 
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from qtool.errors import ModelError
 from qtool.formats.hub import download, is_hub_id
@@ -46,7 +50,9 @@ def resolve_model(model: str) -> Path:
             raise ModelError(f"{model} is a file but no .gguf; give the model's folder")
         return import_gguf(path)
     if model in PACKAGED:
-        return import_gguf(packaged_file(PACKAGED[model], cache_folder() / "packaged"))
+        with _cache_errors(model):
+            file = packaged_file(PACKAGED[model], cache_folder() / "packaged")
+        return import_gguf(file)
     if is_hub_id(model):
         return download(model)
     raise ModelError(
@@ -62,8 +68,24 @@ def import_gguf(path: Path) -> Path:
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     folder = cache_folder() / "gguf" / f"{path.stem}-{digest}"
     if not (folder / CONFIG_NAME).exists():
-        _write_imported(path, folder)
+        with _cache_errors(str(path)):
+            _write_imported(path, folder)
     return folder
+
+
+@contextmanager
+def _cache_errors(model: str) -> Iterator[None]:
+    """What the system says while a model is put into the cache, as the user's error.
+
+    safetensors wraps the operating system's errors in its own class.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{model} cannot be kept in {cache_folder()} ({error}); free space there, or set "
+            "QTOOL_CACHE to another folder"
+        ) from None
 
 
 def _write_imported(path: Path, folder: Path) -> None:

@@ -59,5 +59,5 @@ def unpack_rows(words: Tensor, bits: int, columns: int) -> Tensor:
             f"{words.shape[1]} words a row: {columns} codes of {bits} bits take {expected}"
         )
     shifts = torch.arange(per_word, device=words.device, dtype=torch.int32) * bits
-    codes = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    codes: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return codes.to(torch.uint8).reshape(words.shape[0], -1)[:, :columns].contiguous()

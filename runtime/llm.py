@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from qtool.errors import QtoolError, UsageError
 from qtool.runtime.options import EngineOptions, ModelOptions
@@ -108,19 +108,28 @@ class LLM:
         Raises:
             RequestError: as :meth:`generate`, or the model has no chat template.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        encoded = [self._tokenizer.render_chat(list(c)) for c in conversations]  # type: ignore[arg-type]
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        encoded = [self._tokenizer.render_chat(conversation) for conversation in conversations]
         texts = [self._tokenizer.decode(ids, skip_special_tokens=False) for ids in encoded]
         return self._run(encoded, texts, self._params(sampling_params, len(encoded)), progress)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[OutputDelta]:
-        """Deltas of one completion as they come; leaving the loop early aborts it."""
+        """Deltas of one completion as they come; leaving the loop early aborts it.
+
+        Args:
+            prompt: text, token ids, or the messages of a conversation.
+            sampling_params: the model's own defaults if ``None``.
+
+        Raises:
+            RequestError: it cannot run.
+        """
         (params,) = self._params(sampling_params, 1)
         if params.n != 1:
             raise UsageError(f"n={params.n}: a stream has one completion; use generate")
-        request = self._request(self._encode(prompt), params)
+        request = self._request(self._encode_any(prompt), params)
         outputs: queue.SimpleQueue[OutputDelta | QtoolError] = queue.SimpleQueue()
         self._engine.submit(request, outputs.put)
         try:
@@ -141,6 +150,11 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _encode_any(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+        if prompt and isinstance(prompt[0], Mapping):
+            return self._tokenizer.render_chat(cast(Sequence[Message], prompt))
+        return self._encode(cast(Prompt, prompt))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -209,5 +223,5 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))

@@ -81,6 +81,12 @@ def test_a_stream_gives_the_same_text_and_may_be_left_early(llm: LLM) -> None:
     assert llm.generate("The quick", GREEDY)[0].outputs[0].text == plain.outputs[0].text
 
 
+def test_a_conversation_streams_too(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (plain,) = llm.chat(messages, GREEDY)
+    assert "".join(d.text for d in llm.stream(messages, GREEDY)) == plain.outputs[0].text
+
+
 def test_one_bad_prompt_fails_the_call_and_leaves_nothing_running(llm: LLM) -> None:
     with pytest.raises(RequestError, match="must have 1 or more"):
         llm.generate(["good", []], GREEDY)

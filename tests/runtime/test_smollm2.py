@@ -18,7 +18,9 @@ from qtool.runtime.tokenizer import Tokenizer
 from support.batches import run_chunked, run_whole
 
 NAME = "smollm2-135m"
-TEXT = "The quick brown fox jumps over the lazy dog. 你好，世界! Once upon a time, in a land far away,"
+TEXT = (
+    "The quick brown fox jumps over the lazy dog. 你好，世界! Once upon a time, in a land far away,"
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec(PACKAGED[NAME].module) is None,
