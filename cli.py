@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from qtool import __version__
 from qtool.errors import QtoolError
@@ -211,25 +212,60 @@ def quantize(model: str, out: Path, bits: str, as_json: bool, quiet: bool, **val
 @click.option("--text", metavar="SOURCE", default="builtin", show_default=True)
 @click.option("--seq-len", type=int, default=1024, show_default=True, help="Tokens of a window.")
 @click.option("--windows", type=int, default=16, show_default=True, help="Windows to score.")
+@click.option(
+    "--tasks",
+    type=click.Choice(["builtin-cloze"]),
+    multiple=True,
+    help="Accuracy on questions, instead of perplexity; builtin-cloze asks for last words.",
+)
+@click.option(
+    "--tasks-file",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="The same with questions of your own, as JSON lines: cloze or multiple choice.",
+)
+@click.option(
+    "--harness",
+    metavar="TASK[,TASK]",
+    help="Tasks of lm-evaluation-harness, instead of perplexity (needs the extra lm-eval).",
+)
+@click.option(
+    "--include-path", type=click.Path(path_type=Path), help="Folder with more tasks for --harness."
+)
+@click.option("--limit", type=click.IntRange(1), help="Only the first questions of each task.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Questions at a time; it changes the speed, and scores by rounding at most.",
+)
 @loading_options(dtype="fp32")
 @output_options
 def evaluate(
     model: str,
     reference: str | None,
-    text: str,
-    seq_len: int,
-    windows: int,
+    device: str,
+    dtype: str,
+    backend: str,
+    strict: bool,
     as_json: bool,
     quiet: bool,
-    **loading: Any,
+    **chosen: Any,
 ) -> None:
-    """Perplexity of MODEL; with a reference also KL divergence and top-1 agreement."""
+    """Perplexity of MODEL, or its accuracy on tasks; with a reference also the distance from it.
+
+    A line of a tasks file is {"context": TEXT, "target": TEXT}, or {"question": TEXT, "choices":
+    [TEXT, ...], "answer": CHOICE OR INDEX}; "context" in place of "question" is taken as it is.
+    """
     from qtool.commands import evaluate as command
     from qtool.commands.console import Show
     from qtool.runtime.options import ModelOptions
 
-    what = command.EvalOptions(text=text, seq_len=seq_len, windows=windows)
-    command.run(model, reference, what, ModelOptions(**loading), Show(as_json, quiet))
+    source = click.get_current_context().get_parameter_source
+    given = {name for name in chosen if source(name) is ParameterSource.COMMANDLINE}
+    loading = ModelOptions(device=device, dtype=dtype, backend=backend, strict=strict)
+    command.run_chosen(model, reference, chosen, given, loading, Show(as_json, quiet))
 
 
 @main.command()
@@ -297,6 +333,16 @@ def serve(
     loading = ModelOptions(device=device, dtype=dtype, backend=backend, strict=strict)
     chosen = EngineOptions(model=model or model_option or "", loading=loading, **engine)
     command.run(chosen, command.ServeOptions(host=host, port=port, api_key=api_key))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """What this machine has, and which kernels each operation would take here."""
+    from qtool.commands import doctor as command
+    from qtool.commands.console import Show
+
+    command.run(Show(as_json))
 
 
 @main.command()

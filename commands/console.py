@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -84,7 +85,7 @@ class Steps:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", markup=False),
             console=err,
             disable=not (self._text and err.is_terminal),
         )
@@ -123,16 +124,16 @@ def emit(event: str, fields: Mapping[str, Any]) -> None:
 def status(text: str) -> Iterator[None]:
     """A spinner for work of unknown length; a plain line without a terminal."""
     if err.is_terminal:
-        with err.status(text):
+        with err.status(escape(text)):
             yield
     else:
-        err.print(text)
+        err.print(text, markup=False, highlight=False)
         yield
 
 
 def note(text: str) -> None:
     """Something a user should know: what was not as asked."""
-    err.print(f"[yellow]note:[/] {text}", highlight=False)
+    err.print(f"[yellow]note:[/] {escape(text)}", highlight=False)
 
 
 def size(num_bytes: float) -> str:

@@ -1,15 +1,17 @@
-"""``qtool eval``: perplexity, and the distance from a reference model."""
+"""``qtool eval``: perplexity and the distance from a reference model, or accuracy on tasks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 from torch import Tensor
 
 from qtool.calibration.data import Text, evaluation_windows, held_out_text, load_tokenizer
-from qtool.commands import console
-from qtool.errors import CalibrationError
+from qtool.commands import console, harness, tasks
+from qtool.errors import CalibrationError, UsageError
 from qtool.formats.model_source import resolve_model
 from qtool.runtime.evaluate import Quality, evaluate
 from qtool.runtime.loaded_model import LoadedModel, load_model
@@ -23,6 +25,58 @@ class EvalOptions:
     text: str = "builtin"
     seq_len: int = 1024
     windows: int = 16
+
+
+# Options that belong to one kind of evaluation.
+_OWN_OPTIONS = {
+    "--harness": ("harness", "include_path", "limit", "batch_size"),
+    "--tasks": ("tasks", "tasks_file", "limit", "batch_size"),
+    "perplexity": ("text", "seq_len", "windows"),
+}
+
+
+def run_chosen(
+    model: str,
+    reference: str | None,
+    values: Mapping[str, Any],
+    given: Collection[str],
+    loading: ModelOptions,
+    show: console.Show,
+) -> None:
+    """Run the one kind of evaluation that the command line asks for.
+
+    Args:
+        model, reference, loading, show: see :func:`run`.
+        values: of all options of all kinds.
+        given: names of those that a user wrote.
+
+    Raises:
+        UsageError: one given belongs to another kind.
+        QtoolError: see the kinds.
+    """
+    kind = _kind(values)
+    if others := sorted(set(given) - set(_OWN_OPTIONS[kind])):
+        option = f"--{others[0].replace('_', '-')}"
+        raise UsageError(f"{option} has no meaning with {kind}; leave one of them out")
+    if kind == "perplexity":
+        what = EvalOptions(**{name: values[name] for name in _OWN_OPTIONS[kind]})
+        run(model, reference, what, loading, show)
+        return
+    shared = {name: values[name] for name in ("limit", "batch_size")}
+    if kind == "--tasks":
+        asked = tasks.TaskOptions(names=values["tasks"], files=values["tasks_file"], **shared)
+        tasks.run(model, reference, asked, loading, show)
+    else:
+        names = tuple(name.strip() for name in values["harness"].split(",") if name.strip())
+        folder = values["include_path"]
+        chosen = harness.HarnessOptions(tasks=names, include_path=folder, **shared)
+        harness.run(model, reference, chosen, loading, show)
+
+
+def _kind(values: Mapping[str, Any]) -> str:
+    if values["harness"] is not None:
+        return "--harness"
+    return "--tasks" if values["tasks"] or values["tasks_file"] else "perplexity"
 
 
 def run(

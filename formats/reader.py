@@ -136,6 +136,16 @@ def _index_shards(folder: Path) -> dict[str, str] | None:
     return weight_map
 
 
+def _refuse_unlisted_shards(folder: Path, weight_map: dict[str, str]) -> None:
+    """Numbered shards belong to the index; files of other names may lie beside a model."""
+    unlisted = {p.name for p in folder.glob("model-*-of-*.safetensors")} - set(weight_map.values())
+    if unlisted:
+        raise CheckpointError(
+            f"{folder}: {', '.join(sorted(unlisted)[:3])} is not in {INDEX_NAME}; the shards and "
+            "the index are of different exports: copy the model again into a new folder"
+        )
+
+
 def _refuse_without_safetensors(folder: Path) -> None:
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
@@ -156,6 +166,7 @@ def _all_entries(folder: Path) -> dict[str, TensorEntry]:
         if not (folder / SINGLE_NAME).is_file():
             _refuse_without_safetensors(folder)
         return read_header(folder / SINGLE_NAME)
+    _refuse_unlisted_shards(folder, weight_map)
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():

@@ -27,7 +27,7 @@ from qtool.quantize.report import ModuleRecord, module_record
 from qtool.quantize.rtn import quantize_rtn
 
 # Tokens on which attention and MLP judge scales, spread evenly over the samples; linear parents
-# use all tokens through the second moment.
+# use all tokens through the second moment. Four times as many gave SmolLM2 the same KL (.115).
 SEARCH_TOKENS = 512
 
 # Rotary embeddings and the softmax make the output of q and k sensitive to their largest

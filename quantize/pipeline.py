@@ -6,6 +6,7 @@ output until everything is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,12 @@ from qtool import __version__
 from qtool.calibration.data import calibration_text, load_tokenizer, token_blocks
 from qtool.calibration.families import find_family
 from qtool.calibration.weights import to_stored
-from qtool.formats.checkpoint import CheckpointReader, CheckpointWriter, check_target
+from qtool.formats.checkpoint import (
+    CheckpointReader,
+    CheckpointWriter,
+    check_free_space,
+    check_target,
+)
 from qtool.formats.compressed_tensors import pack, quantization_config
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.methods import METHODS
@@ -54,6 +60,7 @@ def quantize_model(
     check_target(out, source, options.overwrite)
     with CheckpointReader(source) as reader:
         job, manifest = _prepare(reader, options, progress)
+        check_free_space(out, _result_bytes(job))
         with CheckpointWriter(out, overwrite=options.overwrite) as writer:
             records = _write_tensors(job, options.method, writer, progress)
             report = _report(options, job, manifest, records)
@@ -114,6 +121,18 @@ def _outer_names(job: Job) -> list[str]:
         for name in job.reader.names()
         if not name.startswith(inside) and not (tied and name == "lm_head.weight")
     ]
+
+
+def _result_bytes(job: Job) -> int:
+    """Bytes of the result's tensors, but for the few of their recorded shapes."""
+    scale_bits = 8 * job.dtype.itemsize
+    bits = 0.0
+    for name, entry in job.reader.entries.items():
+        width: float = scale_bits if entry.dtype.is_floating_point else 8 * entry.dtype.itemsize
+        if scheme := job.schemes.get(name.removesuffix(".weight")):
+            width = scheme.bits_per_weight((entry.shape[0], entry.shape[1]), scale_bits)
+        bits += math.prod(entry.shape) * width
+    return int(bits / 8)
 
 
 def _write_block(job: Job, prefix: str, block: QuantizedBlock, writer: CheckpointWriter) -> None:

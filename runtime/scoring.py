@@ -7,18 +7,22 @@ as far as the back end's arithmetic does: with the reference back end, not in on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qtool.runtime.llm import LLM
 from qtool.runtime.outputs import RequestOutput
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.tasks import Continuation, Likelihood
 
-# Requests whose results are in memory at a time, each with an entry for every token.
-REQUESTS_AT_A_TIME = 1024
+# Texts between two calls of ``progress``. Their results have an entry for every token.
+TEXTS_AT_A_TIME = 128
 
 
-def loglikelihoods(llm: LLM, continuations: Sequence[Continuation]) -> list[Likelihood]:
+def loglikelihoods(
+    llm: LLM,
+    continuations: Sequence[Continuation],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Likelihood]:
     """One result each, in order.
 
     Raises:
@@ -26,10 +30,11 @@ def loglikelihoods(llm: LLM, continuations: Sequence[Continuation]) -> list[Like
     """
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     results: list[Likelihood] = []
-    for first in range(0, len(continuations), REQUESTS_AT_A_TIME):
-        part = continuations[first : first + REQUESTS_AT_A_TIME]
-        outputs = llm.generate([list(c.token_ids) for c in part], params)
+    for first in range(0, len(continuations), TEXTS_AT_A_TIME):
+        part = continuations[first : first + TEXTS_AT_A_TIME]
+        outputs = llm.generate([list(c.token_ids) for c in part], params, progress=False)
         results += map(_likelihood, part, outputs)
+        progress(len(results), len(continuations))
     return results
 
 

@@ -202,13 +202,13 @@ def encode_pair(tokenizer: TextEncoder, context: str, continuation: str) -> Cont
     """
     stripped = context.rstrip()
     text = stripped + context[len(stripped) :] + continuation
-    if not stripped:
-        # A BOS of the tokenizer's own must not stand twice.
-        ids = (text_start(tokenizer), *tokenizer.encode(text, add_special_tokens=False))
-        return Continuation(ids, 1)
-    before, whole = tokenizer.encode(stripped), tokenizer.encode(text)
-    shared = _common_prefix(before, whole)
-    return Continuation(tuple(whole), max(min(shared, len(whole) - 1), 1))
+    whole = tokenizer.encode(text, add_special_tokens=bool(stripped))
+    before = tokenizer.encode(stripped) if stripped else []
+    start = min(_common_prefix(before, whole), len(whole) - 1)
+    if start > 0:
+        return Continuation(tuple(whole), start)
+    # Nothing of the text precedes the first token to score.
+    return Continuation((text_start(tokenizer), *whole), 1)
 
 
 def text_start(tokenizer: TextEncoder) -> int:

@@ -37,12 +37,12 @@ MAY_KNOW = {
 
 # Inside runtime a module may import its own layer and those below.
 RUNTIME_LAYERS = [
-    {"server"},
+    {"server", "scoring"},
     {"llm"},
     {"startup", "progress"},
     {"engine_thread"},
     {"engine", "evaluate"},
-    {"generation", "capacity", "loaded_model"},
+    {"generation", "capacity", "loaded_model", "machine"},
     {"model", "loader", "sampler", "logprobs", "tokenizer"},
     {"batch", "config", "linear", "layers", "rotary", "kv_cache"},
     {"kernels"},
@@ -57,6 +57,8 @@ RUNTIME_PLAIN = {
     "blocks",
     "scheduler",
     "detokenizer",
+    "tasks",
+    "task_files",
 }
 
 # What `from qtool import name` loads.
@@ -69,6 +71,7 @@ ONLY_IN = {
     "click": {"qtool.cli"},
     "rich": {"qtool.cli", "qtool.commands", "qtool.runtime.progress"},
     "openai": {"qtool.commands"},
+    "lm_eval": {"qtool.commands.harness"},
     "fastapi": {"qtool.runtime.server"},
     "starlette": {"qtool.runtime.server"},
     "uvicorn": {"qtool.runtime.server"},

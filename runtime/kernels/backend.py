@@ -65,6 +65,8 @@ class Backend(ABC):
     """Operations on one device in one dtype."""
 
     name: ClassVar[str]
+    attention_kernel: ClassVar[str]  # what runs, for people
+    norm_kernel: ClassVar[str]
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device

@@ -70,6 +70,8 @@ class ReferenceBackend(Backend):
     """See the module's text."""
 
     name = "reference"
+    attention_kernel = "torch, row tiles"
+    norm_kernel = "torch, row tiles"
 
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         dense = dense_weight(weight, self.dtype).to(self.device).contiguous()

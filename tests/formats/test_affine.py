@@ -111,6 +111,19 @@ def test_clip_shrinks_the_range_of_its_block_only() -> None:
     torch.testing.assert_close(clipped, expected)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES, ids=WeightScheme.describe)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_short_way_to_the_grid_equals_the_long_one(
+    scheme: WeightScheme, dtype: torch.dtype
+) -> None:
+    weight = 3 * _make_weight(seed=9)
+    # A narrow grid, so that both of its ends are met.
+    scales, zeros = affine.choose_grid(weight / 2, scheme, dtype)
+    codes = affine.quantize(weight, scales, zeros, scheme)
+    expected = affine.dequantize(codes, scales, zeros, scheme)
+    assert torch.equal(round_to_grid(weight, scales, zeros, scheme), expected)
+
+
 def test_codes_are_computed_from_the_stored_scale() -> None:
     """With the unrounded scale some codes differ: the file would hold another grid's codes."""
     weight = _make_weight(64, 256, seed=3)

@@ -91,6 +91,8 @@ class CpuBackend(Backend):
     """See the module's text."""
 
     name = "cpu"
+    attention_kernel = "torch SDPA"
+    norm_kernel = "torch rms_norm"
 
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         bias = None if bias is None else bias.to(self.dtype)

@@ -1,0 +1,80 @@
+"""``qtool doctor``: what this machine has, and which kernels it would run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE
+from rich.console import JustifyMethod
+from rich.markup import escape
+from rich.table import Table
+
+from qtool import __version__
+from qtool.commands import console
+from qtool.formats.model_source import cache_folder
+from qtool.runtime.kernels.plan import PlannedKernel, planned_kernels
+from qtool.runtime.machine import Machine, inspect_machine
+
+
+def run(show: console.Show) -> None:
+    """Look around and print; a machine that lacks something is no error."""
+    machine = inspect_machine([Path.cwd(), cache_folder()])
+    devices = ["cpu", "cuda"] if machine.gpus else ["cpu"]
+    plans = {name: planned_kernels(torch.device(name)) for name in devices}
+    if show.as_json:
+        kernels = {name: [asdict(kernel) for kernel in plan] for name, plan in plans.items()}
+        console.emit("result", {"qtool": __version__, **asdict(machine), "kernels": kernels})
+        return
+    console.out.print(_facts_table(machine))
+    for name, plan in plans.items():
+        console.out.print(_kernel_table(name, plan))
+
+
+def _facts_table(machine: Machine) -> Table:
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _facts(machine):
+        table.add_row(name, escape(value))
+    return table
+
+
+def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
+    processor = machine.processor
+    yield "qtool", f"{__version__}, Python {machine.python}, {machine.platform}"
+    yield "CPU", processor.model
+    yield "cores", f"{processor.cores:g} usable of {processor.installed_cores}"
+    found = ", ".join(processor.instruction_sets) or "none of those that kernels use"
+    yield "instructions", f"{found} (torch uses {processor.torch_capability})"
+    yield "free memory", console.size(machine.free_memory)
+    if not machine.gpus:
+        yield "GPU", "torch sees none"
+    for gpu in machine.gpus:
+        memory = f"{console.size(gpu.free_bytes)} of {console.size(gpu.total_bytes)} free"
+        yield "GPU", f"{gpu.name}, capability {gpu.capability}, {memory}"
+    for disk in machine.disks:
+        yield "free disk", f"{console.size(disk.free_bytes)} at {disk.path}"
+    for package, version in machine.packages.items():
+        yield package, version or "not installed"
+    yield "Triton here", machine.triton
+    yield "C++ compiler", machine.compiler or "none (set CXX, or install g++)"
+
+
+def _kernel_table(device: str, plan: tuple[PlannedKernel, ...]) -> Table:
+    table = Table(title=f"kernels on {device}, as --backend auto chooses them", box=SIMPLE)
+    for column in ("operation", "dtype", "back end: kernel", "B/weight", "why"):
+        justify: JustifyMethod = "right" if column == "B/weight" else "left"
+        table.add_column(column, justify=justify, no_wrap=column != "why")
+    for kernel in plan:
+        size = kernel.bytes_per_weight
+        table.add_row(
+            kernel.operation,
+            kernel.dtype,
+            f"{kernel.backend}: {kernel.kernel}",
+            "-" if size is None else f"{size:.2f}",
+            kernel.reason,
+        )
+    return table
