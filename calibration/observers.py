@@ -1,9 +1,9 @@
 """Statistics of a module's input: small pure objects with ``update(x)`` and ``result()``.
 
-An observer takes activations [tokens, features] of any floating dtype and gathers in float32
-
-mean keeps the sum's magnitude fixed). Results do not depend on how tokens are split into
-updates, beyond rounding. Tokens are never padding; see :mod:`qtool.calibration.data`.
+An observer takes activations [tokens, features] of any floating dtype and gathers in float32;
+means are running means, so nothing grows with the number of tokens. Results do not depend on
+how tokens are split into updates, beyond rounding. Tokens are never padding; see
+:mod:`qtool.calibration.data`.
 """
 
 from __future__ import annotations

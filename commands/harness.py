@@ -69,14 +69,14 @@ def run(
 ) -> Metrics:
     """Evaluate, print and return the model's metrics by task. Raises QtoolError."""
     require_harness()
-    _check_tasks(options)
+    tasks = _load_tasks(options)
     for name in (model, reference):
         if name is not None:
             resolve_model(name)
     theirs = None
     if reference is not None:
-        _, theirs = _evaluate(reference, options, loading, show)
-    info, metrics = _evaluate(model, options, loading, show)
+        _, theirs = _evaluate(reference, tasks, options, loading, show)
+    info, metrics = _evaluate(model, tasks, options, loading, show)
     if show.as_json:
         facts = {"model": model, "reference": reference, "limit": options.limit}
         facts |= {"dtype": info.dtype, "backend": info.backend, "quantization": info.quantization}
@@ -95,8 +95,8 @@ def require_harness() -> None:
         )
 
 
-def _check_tasks(options: HarnessOptions) -> None:
-    """Load the tasks and their data before any model, which takes longer."""
+def _load_tasks(options: HarnessOptions) -> Any:
+    """The harness's TaskManager, once the tasks and their data were found to load."""
     with _quiet_harness():
         manager = _task_manager(options)
         unknown = [name for name in options.tasks if not manager.match_tasks([name])]
@@ -113,11 +113,13 @@ def _check_tasks(options: HarnessOptions) -> None:
                 f"--harness {','.join(options.tasks)}: cannot be loaded ({type(error).__name__}: "
                 f"{error}); check the task's files and the network"
             ) from error
+    return manager
 
 
 def _task_manager(options: HarnessOptions) -> Any:
     from lm_eval.tasks import TaskManager
 
+    # Reading the several thousand files of its own tasks takes seconds: once a run.
     return TaskManager(include_path=options.include_path)
 
 
@@ -135,7 +137,11 @@ def _quiet_harness() -> Iterator[None]:
 
 
 def _evaluate(
-    model: str, options: HarnessOptions, loading: ModelOptions, show: console.Show
+    model: str,
+    tasks: Any,
+    options: HarnessOptions,
+    loading: ModelOptions,
+    show: console.Show,
 ) -> tuple[EngineInfo, Metrics]:
     from lm_eval import simple_evaluate
 
@@ -151,7 +157,7 @@ def _evaluate(
                 model=adapter,
                 tasks=list(options.tasks),
                 limit=options.limit,
-                task_manager=_task_manager(options),
+                task_manager=tasks,
                 bootstrap_iters=BOOTSTRAP_ITERS,
                 log_samples=False,
             )

@@ -89,7 +89,9 @@ def run(
         facts |= {"dtype": info.dtype, "backend": info.backend, "quantization": info.quantization}
         console.emit("result", facts | {"tasks": _to_json(results, theirs)})
     else:
-        console.out.print(results_table(model, results, reference, theirs))
+        for index, result in enumerate(results):
+            other = None if reference is None or theirs is None else (reference, theirs[index])
+            console.out.print(result_table(model, result, other))
     return results
 
 
@@ -169,31 +171,30 @@ def _to_json(
     return entries
 
 
-def results_table(
-    model: str,
-    results: Sequence[TaskResult],
-    reference: str | None = None,
-    references: Sequence[TaskResult] | None = None,
+def result_table(
+    model: str, result: TaskResult, reference: tuple[str, TaskResult] | None = None
 ) -> Table:
-    """One row a task and model, the reference above the model."""
-    table = Table()
-    left = ("task", "model")
-    for column in (*left, "questions", "accuracy", "acc_norm", "perplexity", "agreement"):
-        table.add_column(column, justify="left" if column in left else "right")
-    for index, result in enumerate(results):
-        agreement = "-"
-        if reference is not None and references is not None:
-            table.add_row(*_cells(reference, references[index]), "-")
-            agreement = f"{result.agreement(references[index]):.1%}"
-        table.add_row(*_cells(model, result), agreement)
+    """One task: a row a model, the reference above the model."""
+    title = f"{result.task.name}, {len(result.right)} questions"
+    table = Table(title=title, title_justify="left", title_style="")
+    table.add_column("model", overflow="fold")
+    for column in ("accuracy", "perplexity" if result.task.is_cloze else "acc_norm", "agreement"):
+        table.add_column(column, justify="right", no_wrap=True)
+    agreement = "-"
+    if reference is not None:
+        name, theirs = reference
+        table.add_row(name, *_cells(theirs), "-")
+        agreement = f"{result.agreement(theirs):.1%}"
+    table.add_row(model, *_cells(result), agreement)
     return table
 
 
-def _cells(model: str, result: TaskResult) -> tuple[str, ...]:
+def _cells(result: TaskResult) -> tuple[str, str]:
     count = len(result.right)
-    perplexity = "-" if result.perplexity is None else f"{result.perplexity:.2f}"
-    shares = (_share(result.accuracy, count), _share(result.acc_norm, count))
-    return result.task.name, model, str(count), *shares, perplexity
+    accuracy = _share(result.accuracy, count)
+    if result.perplexity is not None:
+        return accuracy, f"{result.perplexity:.2f}"
+    return accuracy, _share(result.acc_norm, count)
 
 
 def _share(share: float | None, count: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import math
 import os
 import platform
 import shlex
@@ -144,7 +143,7 @@ def available_cores(cgroup: Path = CGROUP) -> float:
         quota, period = (float(word) for word in words)
     except ValueError:  # "max", or no such file: no quota
         return cores
-    return min(cores, quota / period) if quota > 0 and math.isfinite(quota) else cores
+    return min(cores, quota / period) if quota > 0 and period > 0 else cores
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -286,6 +287,17 @@ class TestOutput:
         result = _quantize(model, tmp_path / "q", *["--overwrite"] * overwrite)
         monkeypatch.undo()
         _assert_error(result, "cannot be written", "No space left", "as it was", "run again")
+        assert _content(tmp_path) == before
+
+    def test_a_real_write_error_is_understood(self, model: Path, tmp_path: Path) -> None:
+        before = _content(tmp_path)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            result = _quantize(model, tmp_path / "q")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        _assert_error(result, "cannot be written", "File too large", "as it was", "run again")
         assert _content(tmp_path) == before
 
     def test_a_replaced_model_comes_back_if_the_new_one_cannot_take_its_place(

@@ -8,20 +8,17 @@ from typing import Any
 
 # More stop strings than any task that comes with the harness has (6 in version 0.4.13).
 UNTIL = [
-    "###",
-    "\n\n\n",
-    "Q:",
-    "</s>",
-    "zz",
-    "Question:",
-    "jump jump",
-    "END",
-    "\u4e16\u754c!",
-    "@@",
+    *("###", "\n\n\n", "Q:", "</s>", "zz", "Question:", "jump jump", "END"),
+    *("\u4e16\u754c!", "@@", "\n---", "Answer:"),
 ]
 
-ANSWERS = [("The quick brown", "fox"), ("the lazy", "dog"), ("A model reads the", "text"),
-           ("El zorro", "marr\u00f3n"), ("\u4f60\u597d\uff0c", "\u4e16\u754c")]  # fmt: skip
+ANSWERS = [
+    ("The quick brown", "fox"),
+    ("the lazy", "dog"),
+    ("A model reads the", "text"),
+    ("El zorro", "marr\u00f3n"),
+    ("\u4f60\u597d\uff0c", "\u4e16\u754c"),
+]
 
 
 def _choice(name: str) -> dict[str, Any]:
