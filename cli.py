@@ -161,7 +161,8 @@ def main() -> None:
 
     MODEL is a Hugging Face folder, a .gguf file, a packaged model by name (smollm2-135m), or a
     model's id on the hub (org/name).
-    SOURCE is "builtin" or a text file.
+    SOURCE is text: "builtin", a file (.txt .jsonl .json .csv .parquet), or a dataset of the hub
+    (org/name). Where it has columns, ":COLUMN" chooses one. docs/calibration.md says it all.
     """
 
 
@@ -181,7 +182,21 @@ def main() -> None:
 @click.option(
     "--symmetric/--asymmetric", default=None, help="Default: asymmetric at 4 bits, symmetric at 8."
 )
-@click.option("--calibration", metavar="SOURCE", default="builtin", show_default=True)
+@click.option(
+    "--ignore",
+    metavar="PATTERN",
+    multiple=True,
+    help="Linears left as they are: whole dotted parts of their names (layers.0, down_proj), or "
+    "re: and a regular expression; may be repeated.",
+)
+@click.option(
+    "--calibration",
+    metavar="SOURCE[=WEIGHT]",
+    multiple=True,
+    default=["builtin"],
+    show_default=True,
+    help='May be repeated; weights are shares of the samples. "self" is text the model says.',
+)
 @click.option("--samples", type=int, default=128, show_default=True, help="Calibration blocks.")
 @click.option("--seq-len", type=int, default=512, show_default=True, help="Tokens of a block.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the blocks.")

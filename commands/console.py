@@ -72,7 +72,7 @@ TEXT = Show()
 class Steps:
     """Progress of long work: one line a phase, a bar while it runs.
 
-    Without a terminal (a log file, CI) each phase is one line when it begins and ends.
+    Without a terminal (a log file, CI) a phase is a line when it begins and for every tenth done.
     """
 
     def __init__(self, show: Show = TEXT) -> None:
@@ -90,6 +90,7 @@ class Steps:
             disable=not (self._text and err.is_terminal),
         )
         self._tasks: dict[str, int] = {}
+        self._tenths: dict[str, int] = {}
 
     def update(self, phase: str, done: int, total: int, detail: str = "") -> None:
         """``done`` of ``total`` in ``phase``; the first call opens it."""
@@ -104,8 +105,10 @@ class Steps:
             if not err.is_terminal:
                 err.print(f"{phase}: {total} to do")
         self._bar.update(self._tasks[phase], completed=done, detail=detail)  # type: ignore[arg-type]
-        if done == total and not err.is_terminal:
-            err.print(f"{phase}: done")
+        tenth = 10 * done // total if total else 10
+        if not err.is_terminal and tenth > self._tenths.get(phase, 0):
+            self._tenths[phase] = tenth
+            err.print(f"{phase}: {done} of {total} done", highlight=False)
 
     def __enter__(self) -> Steps:
         self._bar.start()

@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from qtool.calibration.data import Text, evaluation_windows, held_out_text, load_tokenizer
+from qtool.calibration.data import evaluation_windows, held_out_documents, load_tokenizer
+from qtool.calibration.documents import Text
 from qtool.commands import console, harness, tasks
 from qtool.errors import CalibrationError, UsageError
 from qtool.formats.model_source import resolve_model
@@ -87,9 +88,10 @@ def run(
     show: console.Show = console.TEXT,
 ) -> Quality:
     """Evaluate and show the result. Raises QtoolError."""
-    source = held_out_text(options.text)
-    folder = resolve_model(model)
-    windows = evaluation_windows(source, load_tokenizer(folder), options.seq_len, options.windows)
+    documents = held_out_documents(options.text)
+    tokenizer = load_tokenizer(resolve_model(model))
+    source = documents.render(tokenizer)
+    windows = evaluation_windows(source, tokenizer, options.seq_len, options.windows)
     loaded = load_for_eval(model, options.seq_len, loading, show)
     loaded_reference = None
     if reference is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from qtool.runtime.tokenizer import Tokenizer
 
 # Draws for standard errors that have no formula. The harness takes 100,000, which costs minutes.
 BOOTSTRAP_ITERS = 1000
+
+_NO_FORKS = "DISABLE_MULTIPROC"
 
 Metrics = dict[str, dict[str, Any]]
 
@@ -97,7 +100,7 @@ def require_harness() -> None:
 
 def _load_tasks(options: HarnessOptions) -> Any:
     """The harness's TaskManager, once the tasks and their data were found to load."""
-    with _quiet_harness():
+    with _tamed_harness():
         manager = _task_manager(options)
         unknown = [name for name in options.tasks if not manager.match_tasks([name])]
         if unknown:
@@ -124,16 +127,24 @@ def _task_manager(options: HarnessOptions) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet_harness() -> Iterator[None]:
-    """The harness logs every step, and prints to standard output, where results belong."""
+def _tamed_harness() -> Iterator[None]:
+    """As part of our process: results alone on standard output, errors alone in the log, no forks.
+
+    It forks for the standard errors of perplexities, and a child of a process with an engine's
+    threads can wait forever for a lock that one of them held. The variable is its own switch.
+    """
     logger = logging.getLogger("lm_eval")
-    level = logger.level
+    level, forks = logger.level, os.environ.get(_NO_FORKS)
     logger.setLevel(logging.ERROR)
+    os.environ[_NO_FORKS] = "1"
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
         logger.setLevel(level)
+        del os.environ[_NO_FORKS]
+        if forks is not None:
+            os.environ[_NO_FORKS] = forks
 
 
 def _evaluate(
@@ -152,7 +163,7 @@ def _evaluate(
         for text in llm.info.notes:
             show.note(text)
         adapter = harness_model(llm, tokenizer)
-        with _quiet_harness(), show.status(f"evaluating {model}: {', '.join(options.tasks)}"):
+        with _tamed_harness(), show.status(f"evaluating {model}: {', '.join(options.tasks)}"):
             results = simple_evaluate(
                 model=adapter,
                 tasks=list(options.tasks),

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.table import Table
+from torch import Tensor
 
+from qtool.calibration.mix import SampleRequest, read_mix
 from qtool.commands import console
+from qtool.commands.self_text import sample_blocks
 from qtool.formats.model_source import resolve_model
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import Progress, quantize_model
@@ -17,6 +20,8 @@ def run(
     model: str, out: Path, options: QuantizeOptions, show: console.Show = console.TEXT
 ) -> Report:
     """Quantize and show the summary. Raises QtoolError."""
+    # Before a model is downloaded or imported.
+    parts = read_mix(options.calibration) if options.needs_calibration else None
     with show.status(f"resolving {model}"):
         source = resolve_model(model)
     with show.steps() as steps:
@@ -24,7 +29,12 @@ def run(
         def update(progress: Progress) -> None:
             steps.update(progress.phase, progress.done, progress.total, progress.detail)
 
-        report = quantize_model(source, out, options, update)
+        def sample(request: SampleRequest) -> Tensor:
+            return sample_blocks(
+                request, options.device, lambda done, total: steps.update("sample", done, total)
+            )
+
+        report = quantize_model(source, out, options, update, parts=parts, sampler=sample)
     before, after = folder_bytes(source), folder_bytes(out)
     if show.as_json:
         size = {"out": str(out), "bytes": after, "source_bytes": before}

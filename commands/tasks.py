@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from qtool.calibration.data import BUILTIN, held_out_text
+from qtool.calibration.data import held_out_builtin
 from qtool.commands import console
 from qtool.errors import UsageError
 from qtool.formats.checkpoint import CONFIG_NAME, read_json
@@ -98,7 +98,7 @@ def run(
 def _read_tasks(options: TaskOptions) -> list[Task]:
     tasks = [read_task(path) for path in options.files]
     if BUILTIN_CLOZE in options.names:
-        text = held_out_text(BUILTIN)
+        text = held_out_builtin()
         tasks.insert(0, cloze_task(BUILTIN_CLOZE, text.documents, text.fingerprint))
     return tasks
 

@@ -13,7 +13,6 @@ The reader's config classes forbid unknown keys, so only the keys below are writ
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from qtool.errors import CheckpointError, QtoolError
 from qtool.formats import packing
+from qtool.formats.patterns import LINEAR, regex_problem, target_matches
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor
 
@@ -89,7 +89,7 @@ def quantization_config(schemes: Mapping[str, WeightScheme], ignore: list[str]) 
         by_scheme.setdefault(scheme, []).append(name)
     groups = {}
     for index, (scheme, names) in enumerate(by_scheme.items()):
-        targets = ["Linear"] if len(by_scheme) == 1 else sorted(names)
+        targets = [LINEAR] if len(by_scheme) == 1 else sorted(names)
         groups[f"group_{index}"] = {
             "targets": targets,
             "weights": _weight_args(scheme),
@@ -127,9 +127,8 @@ def _weight_args(scheme: WeightScheme) -> dict[str, Any]:
 class QuantizationConfig:
     """Which module of a checkpoint has which scheme.
 
-    ``groups`` holds (targets, scheme) in file order. Targets and ``ignore`` share one grammar:
-    the class name ``Linear``, a full module name, or ``re:`` and a pattern matched from the
-    name's start.
+    ``groups`` holds (targets, scheme) in file order. Targets and ``ignore`` share the grammar of
+    :func:`~qtool.formats.patterns.target_matches`.
     """
 
     groups: tuple[tuple[tuple[str, ...], WeightScheme], ...]
@@ -137,19 +136,13 @@ class QuantizationConfig:
 
     def scheme_for(self, module: str) -> WeightScheme | None:
         """Scheme of the linear ``module`` (full name), or ``None`` for an unquantized one."""
-        if any(_matches(target, module) for target in self.ignore):
+        if any(target_matches(target, module) for target in self.ignore):
             return None
         for exact in (True, False):
             for targets, scheme in self.groups:
-                if any(_matches(t, module) and (t != "Linear") == exact for t in targets):
+                if any(target_matches(t, module) and (t != LINEAR) == exact for t in targets):
                     return scheme
         return None
-
-
-def _matches(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return target in ("Linear", module)
 
 
 def parse_config(config: Mapping[str, Any]) -> QuantizationConfig:
@@ -169,7 +162,14 @@ def parse_config(config: Mapping[str, Any]) -> QuantizationConfig:
         groups.append((tuple(group["targets"]), _parse_group(name, group)))
     if not groups:
         raise CheckpointError("quantization_config has no config_groups: nothing says the bits")
-    return QuantizationConfig(tuple(groups), tuple(config.get("ignore") or ()))
+    ignore = tuple(config.get("ignore") or ())
+    for target in (*ignore, *(target for targets, _ in groups for target in targets)):
+        if problem := regex_problem(target):
+            raise CheckpointError(
+                f"quantization_config names modules by {target!r}, which is no regular expression "
+                f"({problem}); repair config.json"
+            )
+    return QuantizationConfig(tuple(groups), ignore)
 
 
 def _parse_group(name: str, group: Mapping[str, Any]) -> WeightScheme:

@@ -9,10 +9,11 @@ place of ``formats`` that imports transformers, and only when a GGUF file is imp
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -110,11 +111,12 @@ def _convert_gguf(path: Path, target: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            **where,
-            dtype=torch.bfloat16,
-            quantization_config=transformers.GgufConfig(dequantize=True),
-        )
+        with redirect_stderr(io.StringIO()):  # one of its bars has no switch
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                **where,
+                dtype=torch.bfloat16,
+                quantization_config=transformers.GgufConfig(dequantize=True),
+            )
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     except Exception as error:  # transformers raises whatever its parsers hit
         raise ModelError(

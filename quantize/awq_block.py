@@ -57,6 +57,11 @@ class _Workspace:
     dtype: torch.dtype
     head_dim: int
 
+    def may_smooth(self, pair: SmoothingPair) -> bool:
+        """Smoothing serves quantized targets, and changes no linear that stays as it was."""
+        source_is_ignored = pair.source in self.family.linears and pair.source not in self.schemes
+        return not source_is_ignored and set(pair.targets) <= self.schemes.keys()
+
     def linear(self, name: str) -> nn.Linear:
         module = self.block.module.get_submodule(name)
         assert isinstance(module, nn.Linear)
@@ -77,22 +82,27 @@ def awq_blocks(job: Job) -> Iterator[QuantizedBlock]:
 
 def quantize_block(block: DecoderBlock, job: Job) -> QuantizedBlock:
     """One block; its module is left with the rounded weights."""
-    schemes = {name: job.schemes[f"{block.prefix}.{name}"] for name in job.family.linears}
-    inputs = _observe(block, job.family)
+    schemes = job.schemes_of(block.prefix)
+    inputs = _observe(block, job.family, schemes)
     work = _Workspace(block, job.family, inputs, schemes, job.dtype, head_dim(job.reader.config))
     for pair in job.family.pairs:
-        _smooth(work, pair)
+        if work.may_smooth(pair):
+            _smooth(work, pair)
     changed = _store_changes(work)
     weights, records = {}, []
-    for name in job.family.linears:
+    for name in schemes:
         weights[f"{block.prefix}.{name}"], record = _round(work, name)
         records.append(record)
     return QuantizedBlock(weights, tuple(records), changed)
 
 
-def _observe(block: DecoderBlock, family: ModelFamily) -> dict[str, _Inputs]:
-    """Statistics by linear; linears of a group share one object."""
-    first = {group[0]: group for group in family.linear_groups}
+def _observe(
+    block: DecoderBlock, family: ModelFamily, schemes: Mapping[str, WeightScheme]
+) -> dict[str, _Inputs]:
+    """Statistics by quantized linear; linears of a group, quantized alike, share one object."""
+    first = {group[0]: group for group in family.linear_groups if group[0] in schemes}
+    if not first:
+        return {}
     stride = max(1, block.num_tokens // SEARCH_TOKENS)
     observers = {name: (MeanAbs(name), Hessian(name), EveryNth(name, stride)) for name in first}
     block.observe(observers)
@@ -192,7 +202,7 @@ def _module_loss(work: _Workspace, pair: SmoothingPair) -> Callable[[Tensor], fl
 
 def _store_changes(work: _Workspace) -> dict[str, Tensor]:
     """What is not a quantized weight, rounded to the stored dtype, in the block and returned."""
-    quantized = {f"{name}.weight" for name in work.family.linears}
+    quantized = {f"{name}.weight" for name in work.schemes}
     changed = {}
     for name, tensor in work.block.module.state_dict().items():
         if name not in quantized:

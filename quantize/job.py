@@ -35,6 +35,14 @@ class Job:
     device: torch.device
     ids: Tensor | None
 
+    def schemes_of(self, prefix: str) -> dict[str, WeightScheme]:
+        """Schemes of one block's quantized linears, by their path in the block, in order."""
+        return {
+            linear: self.schemes[f"{prefix}.{linear}"]
+            for linear in self.family.linears
+            if f"{prefix}.{linear}" in self.schemes
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBlock:

@@ -24,8 +24,7 @@ def rtn_blocks(job: Job) -> Iterator[QuantizedBlock]:
     """All blocks of a job, rounded as they are, with no forward pass."""
     for prefix in job.family.block_prefixes(job.reader.config):
         weights, records = {}, []
-        for linear in job.family.linears:
-            name = f"{prefix}.{linear}"
+        for name in (f"{prefix}.{linear}" for linear in job.schemes_of(prefix)):
             weight = read_weight(job.reader, f"{name}.weight", job.device)
             weights[name] = quantize_rtn(weight, job.schemes[name], job.dtype)
             records.append(module_record(name, "rtn", weight, weights[name]))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qtool.calibration.sources import BUILTIN
 from qtool.errors import UsageError
 from qtool.quantize.methods import METHODS
 from qtool.quantize.plan import GroupSize
@@ -23,7 +24,9 @@ class QuantizeOptions:
         group_size: weights that share a scale; ``auto`` takes the largest of 128, 64 and 32
             that divides every row, ``row`` is one scale a row.
         symmetric: ``None`` is asymmetric at 4 bits and symmetric at 8, where formats want it.
-        calibration: ``builtin`` or a UTF-8 text file.
+        ignore: patterns of linears that stay as they are; see :mod:`qtool.formats.patterns`.
+        calibration: text sources, each perhaps with ``=WEIGHT``; see
+            :mod:`qtool.calibration.sources`.
         samples, seq_len: calibration blocks and their length in tokens.
         seed: chooses the blocks.
         dtype: dtype of scales and of tensors that are not quantized; ``auto`` is the source's.
@@ -38,7 +41,8 @@ class QuantizeOptions:
     bits: int = 4
     group_size: GroupSize = "auto"
     symmetric: bool | None = None
-    calibration: str = "builtin"
+    ignore: tuple[str, ...] = ()
+    calibration: tuple[str, ...] = (BUILTIN,)
     samples: int = 128
     seq_len: int = 512
     seed: int = 0
@@ -56,6 +60,11 @@ class QuantizeOptions:
             raise UsageError(f"seq_len={self.seq_len}: a block has at least two tokens")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("device='cuda': PyTorch sees no GPU here; use auto or cpu")
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the method looks at data."""
+        return METHODS[self.method].needs_calibration
 
     @property
     def grid_is_symmetric(self) -> bool:

@@ -7,16 +7,16 @@ output until everything is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qtool import __version__
-from qtool.calibration.data import calibration_text, load_tokenizer, token_blocks
 from qtool.calibration.families import find_family
+from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
 from qtool.calibration.weights import to_stored
 from qtool.formats.checkpoint import (
     CheckpointReader,
@@ -28,11 +28,8 @@ from qtool.formats.compressed_tensors import pack, quantization_config
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.plan import check_not_quantized, plan_schemes
+from qtool.quantize.plan import HEAD, check_not_quantized, linear_names, plan_schemes
 from qtool.quantize.report import REPORT_PATH, ModuleRecord, Report
-
-# Embedding and head stay in 16 bits; the head is named for loaders that match the class Linear.
-IGNORED = ["lm_head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,17 @@ def quantize_model(
     out: Path,
     options: QuantizeOptions,
     progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    parts: Sequence[Part] | None = None,
+    sampler: Sampler | None = None,
 ) -> Report:
     """Quantize the model folder ``source`` into the new model folder ``out``.
+
+    Args:
+        source, out, options: what is asked.
+        progress: told of every step.
+        parts: the sources of ``options.calibration``, if they are read already.
+        sampler: samples text from a model, for the source ``self``.
 
     Raises:
         QtoolError: anything that cannot be done as asked. Options, folders, group sizes and
@@ -59,8 +65,12 @@ def quantize_model(
     """
     check_target(out, source, options.overwrite)
     with CheckpointReader(source) as reader:
-        job, manifest = _prepare(reader, options, progress)
+        job = _plan(reader, options)
         check_free_space(out, _result_bytes(job))
+        manifest = None
+        if options.needs_calibration:
+            read = read_mix(options.calibration) if parts is None else parts
+            job, manifest = _calibrate(job, read, options, sampler, progress)
         with CheckpointWriter(out, overwrite=options.overwrite) as writer:
             records = _write_tensors(job, options.method, writer, progress)
             report = _report(options, job, manifest, records)
@@ -70,10 +80,8 @@ def quantize_model(
     return report
 
 
-def _prepare(
-    reader: CheckpointReader, options: QuantizeOptions, progress: Callable[[Progress], None]
-) -> tuple[Job, dict[str, Any] | None]:
-    """Everything that can fail early: family, schemes, dtype, calibration tokens."""
+def _plan(reader: CheckpointReader, options: QuantizeOptions) -> Job:
+    """What the headers decide: family, schemes, dtype."""
     check_not_quantized(reader.config)
     family = find_family(reader.config)
     schemes = plan_schemes(
@@ -83,17 +91,32 @@ def _prepare(
         bits=options.bits,
         symmetric=options.grid_is_symmetric,
         group_size=options.group_size,
+        ignore=options.ignore,
     )
     dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
-    ids, manifest = None, None
-    if METHODS[options.method].needs_calibration:
-        text = calibration_text(options.calibration)
-        progress(Progress("calibration", 0, 1, text.name))
-        tokenizer = load_tokenizer(reader.folder)
-        blocks = token_blocks(text, tokenizer, options.seq_len, options.samples, options.seed)
-        ids, manifest = blocks.ids, blocks.manifest
-        progress(Progress("calibration", 1, 1, f"{ids.numel()} tokens of {text.name}"))
-    return Job(reader, family, schemes, dtype, options.torch_device, ids), manifest
+    return Job(reader, family, schemes, dtype, options.torch_device, ids=None)
+
+
+def _calibrate(
+    job: Job,
+    parts: Sequence[Part],
+    options: QuantizeOptions,
+    sampler: Sampler | None,
+    progress: Callable[[Progress], None],
+) -> tuple[Job, dict[str, Any]]:
+    """The job with calibration tokens, and their manifest."""
+    names = ", ".join(part.name for part in parts)
+    progress(Progress("calibration", 0, 1, names))
+    blocks = mixed_blocks(
+        parts,
+        job.reader.folder,
+        num_samples=options.samples,
+        seq_len=options.seq_len,
+        seed=options.seed,
+        sampler=sampler,
+    )
+    progress(Progress("calibration", 1, 1, f"{blocks.ids.numel()} tokens of {names}"))
+    return replace(job, ids=blocks.ids), blocks.manifest
 
 
 def _write_tensors(
@@ -156,7 +179,8 @@ def _result_config(job: Job) -> dict[str, Any]:
     config["dtype"] = str(job.dtype).removeprefix("torch.")
     if "torch_dtype" in config:
         config["torch_dtype"] = config["dtype"]
-    config["quantization_config"] = quantization_config(job.schemes, IGNORED)
+    ignored = [n for n in linear_names(config, job.family) if n not in job.schemes]
+    config["quantization_config"] = quantization_config(job.schemes, [HEAD, *ignored])
     return config
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from qtool.calibration.families import ModelFamily
 from qtool.errors import QuantizationError, UsageError
+from qtool.formats.patterns import select
 from qtool.formats.scheme import WeightScheme, weight_scheme
+
+# The head stays in 16 bits. It is named for loaders that match the class Linear.
+HEAD = "lm_head"
 
 GroupSize = int | Literal["auto", "row"]
 
@@ -50,23 +54,62 @@ def plan_schemes(
     bits: int,
     symmetric: bool,
     group_size: GroupSize,
+    ignore: Sequence[str] = (),
 ) -> dict[str, WeightScheme]:
     """Scheme of every quantized module, by full name, in true-sequential order.
 
-    Embeddings and ``lm_head`` are never in it.
+    Embeddings and ``lm_head`` are never in it, nor are linears that a pattern of ``ignore``
+    means (see :func:`~qtool.formats.patterns.pattern_matches`).
 
     Raises:
-        QuantizationError: a group size that does not divide a row; every such module is named.
-        UsageError: a scheme no format can hold.
+        QuantizationError: a group size that does not divide a row (every such module is named);
+            a pattern that means nothing, parts linears that belong together, or leaves none.
+        UsageError: a scheme no format can hold, or a pattern that is none.
     """
-    names = [
-        f"{prefix}.{linear}"
-        for prefix in family.block_prefixes(config)
-        for linear in family.linears
-    ]
-    widths = {name: shapes.shape(f"{name}.weight")[1] for name in names}
+    names = linear_names(config, family)
+    ignored = _ignored(ignore, names, config, family)
+    widths = {n: shapes.shape(f"{n}.weight")[1] for n in names if n not in ignored}
     scheme = weight_scheme(bits, symmetric, _resolve_group_size(group_size, widths))
-    return dict.fromkeys(names, scheme)
+    return dict.fromkeys(widths, scheme)
+
+
+def linear_names(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
+    """Full names of the linears of all blocks, in true-sequential order."""
+    return [f"{p}.{linear}" for p in family.block_prefixes(config) for linear in family.linears]
+
+
+def _ignored(
+    patterns: Sequence[str],
+    names: Sequence[str],
+    config: Mapping[str, Any],
+    family: ModelFamily,
+) -> frozenset[str]:
+    ignored = select(patterns, [*names, HEAD])
+    groups = [
+        [f"{prefix}.{linear}" for linear in group]
+        for prefix in family.block_prefixes(config)
+        for group in family.linear_groups
+    ]
+    _refuse_split(ignored, groups)
+    if ignored.issuperset(names):
+        raise QuantizationError(
+            f"ignore={', '.join(patterns)}: means all {len(names)} linears, so nothing is left to "
+            "quantize; ignore fewer"
+        )
+    return ignored
+
+
+def _refuse_split(ignored: frozenset[str], groups: Sequence[Sequence[str]]) -> None:
+    """Linears that read the same input are ignored together, or not at all."""
+    split = [group for group in groups if 0 < len(ignored.intersection(group)) < len(group)]
+    if split:
+        inside = ", ".join(name for name in split[0] if name in ignored)
+        outside = ", ".join(name for name in split[0] if name not in ignored)
+        more = f" (and so in {len(split) - 1} other places)" if len(split) > 1 else ""
+        raise QuantizationError(
+            f"ignore means {inside}, but not {outside}{more}; engines stack linears that read the "
+            f"same input into one: ignore {outside} too, or none of them"
+        )
 
 
 def _resolve_group_size(group_size: GroupSize, widths: Mapping[str, int]) -> int | None:

@@ -266,6 +266,18 @@ class TestOutput:
         _assert_error(result, "needs about 0.0001", "has 5e-05 GB free", "another disk")
         assert _content(tmp_path) == before
 
+    @pytest.mark.parametrize("options", [["--bits", "8"], ["--group-size", "row"], []])
+    def test_the_disk_asked_for_is_what_the_result_takes(
+        self, options: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(
+            "qtool.quantize.pipeline.check_free_space", lambda _, size: asked.append(size)
+        )
+        assert _quantize(model, tmp_path / "q", *options).exit_code == 0
+        tensors = load_file(tmp_path / "q" / "model.safetensors").values()
+        assert asked == [pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.01)]
+
     @pytest.mark.parametrize("function", ["save_file", "dump_json", "shutil.copyfile", "os.rename"])
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_a_disk_that_fills_up_leaves_everything_as_it_was(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,12 @@ def test_a_polite_signal_removes_what_was_written(
 
 
 def test_a_killed_run_leaves_the_old_model_and_nothing_that_looks_finished(
-    tiny_model_folder: Path, model_factory: object, tmp_path: Path, checkout_env: dict[str, str]
+    tiny_model_folder: Path,
+    model_factory: Callable[..., Path],
+    tmp_path: Path,
+    checkout_env: dict[str, str],
 ) -> None:
-    old = model_factory(tmp_path / "q")  # type: ignore[operator]
+    old = model_factory(tmp_path / "q")
     before = {path.name: path.read_bytes() for path in old.iterdir()}
     with _start(tiny_model_folder, old, checkout_env, "--overwrite") as process:
         process.kill()

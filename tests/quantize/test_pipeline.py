@@ -24,7 +24,7 @@ ModelFactory = Callable[..., Path]
 
 def _options(method: str = "awq", **settings: Any) -> QuantizeOptions:
     # This file is a real text, and much shorter to tokenize than the built-in one.
-    values = {"calibration": __file__, "samples": 4, "seq_len": 32, "device": "cpu"}
+    values = {"calibration": (__file__,), "samples": 4, "seq_len": 32, "device": "cpu"}
     return QuantizeOptions(**{"method": method, **values, **settings})
 
 
@@ -123,13 +123,13 @@ def test_side_files_are_copied_and_no_path_is_written(
     (folder / "config.json").write_text(json.dumps(config))
     words = tmp_path / "words.txt"
     words.write_text("some words that are there to calibrate\n" * 60)
-    quantize_model(folder, tmp_path / "q", _options(calibration=str(words)))
+    quantize_model(folder, tmp_path / "q", _options(calibration=(str(words),)))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (folder / name).read_bytes() == (tmp_path / "q" / name).read_bytes()
     for path in (tmp_path / "q").rglob("*.json"):
         assert str(tmp_path) not in path.read_text() and str(folder) not in path.read_text()
     report = json.loads((tmp_path / "q" / "qtool" / "report.json").read_text())
-    assert report["calibration"]["source"] == "words.txt"
+    assert report["calibration"]["sources"][0]["source"] == "words.txt"
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -183,7 +183,7 @@ def test_progress_counts_up_to_the_number_of_blocks(
     ("settings", "error", "message"),
     [
         ({"group_size": 48}, QError, "48 does not divide"),
-        ({"calibration": "/nowhere.txt"}, CalibrationError, "does not exist"),
+        ({"calibration": ("/nowhere.txt",)}, CalibrationError, "does not exist"),
         ({"samples": 10**6}, CalibrationError, "tokens"),
         ({"bits": 8, "symmetric": False}, UsageError, "symmetric"),
     ],

@@ -14,9 +14,14 @@ from tokenizers import Tokenizer
 from qtool.runtime.detokenizer import REPLACEMENT, Decoder, StopMatcher, TextStream
 from qtool.runtime.sampling_params import SamplingParams
 from support.models import TRAINING_TEXT, make_tokenizer
-from support.text import ByteDecoder, make_byte_fallback_tokenizer
-
-PIECES = ["a", "ab", "b", " ", "\n", "é", "e\u0301", "中", "文字", "🙂", "👩‍👩‍👧", "क्षि", "."]
+from support.text import (
+    PIECES,
+    ByteDecoder,
+    cut_bytes,
+    make_byte_fallback_tokenizer,
+    random_stops,
+    stopped_text,
+)
 
 
 @cache
@@ -48,35 +53,6 @@ def _text(decoder: Decoder, ids: Sequence[int], prompt: Sequence[int] = (), **kw
     return "".join(_stream(decoder, ids, prompt, **kw)[0])
 
 
-def _stopped(text: str, stops: Sequence[str], start: int, include: bool) -> tuple[str, str | None]:
-    """Reference: look at every end of the text in turn, for the longest string first."""
-    for end in range(start, len(text) + 1):
-        for stop in sorted(stops, key=len, reverse=True):
-            if text[start:end].endswith(stop):
-                return text[: end if include else end - len(stop)], stop
-    return text, None
-
-
-def _cut(data: bytes, rng: random.Random) -> list[bytes]:
-    """``data`` in pieces of 1 to 5 bytes, as no tokenizer would be so unkind to cut it."""
-    tokens = []
-    while data:
-        size = rng.randint(1, 5)
-        tokens.append(data[:size])
-        data = data[size:]
-    return tokens
-
-
-def _random_stops(text: str, rng: random.Random) -> list[str]:
-    """Parts of the text, beginnings of these, and near misses."""
-    stops = []
-    for _ in range(rng.randint(0, 3)):
-        start = rng.randrange(len(text))
-        stop = text[start : start + rng.randint(1, 6)]
-        stops += [stop, stop[:-1] or stop, stop + rng.choice(PIECES)]
-    return rng.sample(stops, rng.randint(0, len(stops)))
-
-
 def test_joined_deltas_equal_the_plain_text_in_500_random_cases() -> None:
     rng = random.Random(3)
     hits = 0
@@ -85,10 +61,10 @@ def test_joined_deltas_equal_the_plain_text_in_500_random_cases() -> None:
         data = text.encode()
         if case % 5 == 0:
             data = data[: -rng.randint(1, 3)]  # the limit cuts a character
-        decoder = ByteDecoder(_cut(data, rng))
+        decoder = ByteDecoder(cut_bytes(data, rng))
         ids = range(len(decoder.tokens))
         plain = decoder.decode(ids)
-        stops, include = _random_stops(text, rng), rng.random() < 0.5
+        stops, include = random_stops(text, rng), rng.random() < 0.5
         min_tokens = rng.choice([0, 0, rng.randint(1, 12)])
         params = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": min_tokens}
 
@@ -96,7 +72,7 @@ def test_joined_deltas_equal_the_plain_text_in_500_random_cases() -> None:
         deltas, reason = _stream(decoder, ids, **params)
 
         free = len("".join(_stream(decoder, ids)[0][: max(min_tokens - 1, 0)]))
-        expected = _stopped(plain, stops, free, include)
+        expected = stopped_text(plain, stops, free, include)
         assert ("".join(deltas), reason) == expected, (case, decoder.tokens, params)
         hits += reason is not None
     assert hits > 150, "the cases must exercise stop strings"
@@ -271,7 +247,7 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back(
         beginnings = {stop[:size] for stop in stops for size in range(len(stop))} | {""}
         longest = max(len(b) for b in beginnings if text[:end].endswith(b))
         assert out == text[: end - longest]
-    assert (out + matcher.flush(), matcher.matched) == _stopped(text, stops, 0, include=False)
+    assert (out + matcher.flush(), matcher.matched) == stopped_text(text, stops, 0, include=False)
 
 
 def test_a_long_repetitive_stop_string_is_searched_in_linear_time() -> None:

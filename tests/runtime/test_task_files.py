@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qtool.calibration.data import held_out_text
+from qtool.calibration.data import held_out_builtin
 from qtool.errors import CalibrationError
 from qtool.runtime.task_files import MAX_CONTEXT, MIN_CONTEXT, cloze_task, read_task
 from qtool.runtime.tasks import Question
@@ -116,7 +116,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 
 class TestBuiltinCloze:
     def test_targets_end_their_sentence_and_can_be_inferred(self) -> None:
-        documents = held_out_text("builtin").documents
+        documents = held_out_builtin().documents
         task = cloze_task("builtin-cloze", documents, "")
         prose = " ".join(" ".join(documents).split())
         assert task.is_cloze and len(task.questions) > 100
@@ -130,7 +130,7 @@ class TestBuiltinCloze:
             assert question.context[-40:] + f" {target}." in prose
 
     def test_the_same_text_gives_the_same_questions(self) -> None:
-        documents = held_out_text("builtin").documents
+        documents = held_out_builtin().documents
         assert cloze_task("a", documents, "x") == cloze_task("a", list(documents), "x")
 
     def test_a_text_without_a_fit_sentence_is_refused(self) -> None:

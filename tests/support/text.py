@@ -1,14 +1,48 @@
-"""Small tokenizers for text tests: of bytes, and of Llama 2's kind. See also models.py."""
+"""Small tokenizers and random cases for text tests. See also models.py."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from tokenizers.trainers import BpeTrainer
 
 from support.models import TRAINING_TEXT
+
+PIECES = ["a", "ab", "b", " ", "\n", "é", "e\u0301", "中", "文字", "🙂", "👩‍👩‍👧", "क्षि", "."]
+
+
+def stopped_text(
+    text: str, stops: Sequence[str], start: int, include: bool
+) -> tuple[str, str | None]:
+    """Reference: look at every end of the text in turn, for the longest string first."""
+    for end in range(start, len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[start:end].endswith(stop):
+                return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+def cut_bytes(data: bytes, rng: random.Random) -> list[bytes]:
+    """``data`` in pieces of 1 to 5 bytes, as no tokenizer would be so unkind to cut it."""
+    tokens = []
+    while data:
+        size = rng.randint(1, 5)
+        tokens.append(data[:size])
+        data = data[size:]
+    return tokens
+
+
+def random_stops(text: str, rng: random.Random) -> list[str]:
+    """Parts of the text, beginnings of these, and near misses."""
+    stops = []
+    for _ in range(rng.randint(0, 3)):
+        start = rng.randrange(len(text))
+        stop = text[start : start + rng.randint(1, 6)]
+        stops += [stop, stop[:-1] or stop, stop + rng.choice(PIECES)]
+    return rng.sample(stops, rng.randint(0, len(stops)))
 
 
 class ByteDecoder:
