@@ -18,6 +18,7 @@ from qtool import __version__
 from qtool.calibration.families import find_family
 from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
 from qtool.calibration.weights import to_stored
+from qtool.errors import UsageError
 from qtool.formats.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
@@ -83,6 +84,12 @@ def quantize_model(
 def _plan(reader: CheckpointReader, options: QuantizeOptions) -> Job:
     """What the headers decide: family, schemes, dtype."""
     check_not_quantized(reader.config)
+    longest = reader.config.get("max_position_embeddings", options.seq_len)
+    if options.needs_calibration and options.seq_len > longest:
+        raise UsageError(
+            f"seq_len={options.seq_len}: the model was made for at most {longest} tokens; ask for "
+            "shorter samples"
+        )
     family = find_family(reader.config)
     schemes = plan_schemes(
         reader,

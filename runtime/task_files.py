@@ -53,7 +53,8 @@ def read_task(path: Path) -> Task:
     """
     try:
         data = path.read_bytes()
-        lines = data.decode("utf-8-sig").splitlines()
+        # Not splitlines: a JSON string may hold U+2028 as it is.
+        lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise CalibrationError(
             f"{path}: is not UTF-8 text (byte {error.start}); convert it to UTF-8 first"

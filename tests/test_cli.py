@@ -193,6 +193,17 @@ def test_a_value_no_option_takes_is_a_usage_error(
     _assert_error(_quantize(tmp_path, tmp_path / "q", *options), *words, exit_code=2)
 
 
+def test_calibration_of_a_method_without_any_is_refused(model: Path, tmp_path: Path) -> None:
+    result = _quantize(model, tmp_path / "out", "--calibration", "text.txt")
+    _assert_error(result, "--calibration", "rtn uses no calibration text", exit_code=2)
+
+
+def test_samples_longer_than_the_model_reads_are_refused(model: Path, tmp_path: Path) -> None:
+    result = _quantize(model, tmp_path / "out", "--method", "awq", "--seq-len", "300")
+    _assert_error(result, "seq_len=300", "at most 256 tokens", "shorter samples", exit_code=2)
+    assert not (tmp_path / "out").exists()
+
+
 class TestOutput:
     def test_an_existing_folder_is_kept(self, model: Path, tmp_path: Path) -> None:
         assert _quantize(model, tmp_path / "q").exit_code == 0
