@@ -18,6 +18,8 @@ def run(model: str, prompt: str, params: SamplingParams, loading: ModelOptions) 
             device=loading.device,
             dtype=loading.dtype,
             backend=loading.backend,
+            cpu_compute=loading.cpu_compute,
+            kv_cache_dtype=loading.kv_cache_dtype,
             strict=loading.strict,
             max_num_seqs=1,
         )
