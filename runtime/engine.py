@@ -16,7 +16,6 @@ from qtool.runtime.blocks import BlockManager
 from qtool.runtime.capacity import count_blocks
 from qtool.runtime.detokenizer import TextStream
 from qtool.runtime.generation import Generation
-from qtool.runtime.kv_cache import KVCache
 from qtool.runtime.loaded_model import LoadedModel
 from qtool.runtime.options import EngineOptions
 from qtool.runtime.outputs import OutputDelta
@@ -36,13 +35,11 @@ class Engine:
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer, options: EngineOptions) -> None:
         decoder = model.decoder
-        bytes_per_token = decoder.config.kv_bytes_per_token(decoder.dtype.itemsize)
+        bytes_per_token = decoder.kv_bytes_per_token
         blocks = count_blocks(options, model.max_model_len, bytes_per_token, decoder.device)
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
         self._block_size = options.block_size
-        self._cache = KVCache(
-            decoder.config, blocks, options.block_size, decoder.dtype, decoder.device
-        )
+        self._cache = decoder.new_cache(blocks, options.block_size)
         self._blocks = BlockManager(blocks, options.block_size)
         config = SchedulerConfig(
             max_num_seqs=options.max_num_seqs,

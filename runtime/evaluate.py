@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from qtool.errors import UsageError
 from qtool.runtime.batch import build_batch
-from qtool.runtime.kv_cache import KVCache
 from qtool.runtime.model import Decoder
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.scheduler import Chunk
@@ -128,7 +127,7 @@ class WindowRun:
     def __init__(self, decoder: Decoder, window: list[int]) -> None:
         blocks = -(-len(window) // BLOCK_SIZE)
         self._decoder = decoder
-        self._cache = KVCache(decoder.config, blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
+        self._cache = decoder.new_cache(blocks, BLOCK_SIZE)
         self._sequence = Sequence("window", window, SamplingParams())
         self._sequence.block_table = list(range(blocks))
 

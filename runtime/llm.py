@@ -24,7 +24,8 @@ class LLM:
 
     Args:
         model: folder, GGUF file or packaged name.
-        device, dtype, backend, strict: see :class:`~qtool.runtime.options.ModelOptions`.
+        device, dtype, backend, cpu_compute, kv_cache_dtype, strict: see
+            :class:`~qtool.runtime.options.ModelOptions`.
         Others: see :class:`~qtool.runtime.options.EngineOptions`.
 
     Raises:
@@ -38,6 +39,8 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         backend: str = "auto",
+        cpu_compute: str = "auto",
+        kv_cache_dtype: str = "auto",
         strict: bool = False,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
@@ -50,7 +53,14 @@ class LLM:
         block_size: int = 16,
         seed: int | None = None,
     ) -> None:
-        loading = ModelOptions(device=device, dtype=dtype, backend=backend, strict=strict)
+        loading = ModelOptions(
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            cpu_compute=cpu_compute,
+            kv_cache_dtype=kv_cache_dtype,
+            strict=strict,
+        )
         options = EngineOptions(
             model=model,
             loading=loading,

@@ -13,8 +13,10 @@ from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.scheme import WeightScheme
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
+from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.loader import load_decoder
 from qtool.runtime.model import Decoder
+from qtool.runtime.native_decoder import compile_decoder, why_not_native
 from qtool.runtime.options import ModelOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -62,15 +64,46 @@ def load_model(
             )
         device = resolve_device(options.device)
         dtype, notes = resolve_dtype(options.dtype, reader.config, device)
-        selection = select_backend(options.backend, device, dtype)
+        selection = select_backend(
+            options.backend,
+            device,
+            dtype,
+            cpu_compute=options.cpu_compute,
+            quantized="quantization_config" in reader.config,
+        )
         notes += selection.notes
         if options.strict:
             refuse_notes(notes)
         length = max_model_len or limit
         decoder, schemes = load_decoder(reader, selection.backend, length)
+    decoder, more = choose_form(decoder, options)
+    notes += more
+    if options.strict:
+        refuse_notes(notes)
     if not schemes:
         notes = tuple(note for note in notes if "4-bit weights" not in note)
     return LoadedModel(folder, decoder, schemes, length, notes)
+
+
+def choose_form(decoder: Decoder, options: ModelOptions) -> tuple[Decoder, tuple[str, ...]]:
+    """One native call a step where that is possible, and a note where it was expected.
+
+    Raises:
+        UsageError: a cache form that only native kernels have.
+    """
+    obstacle = why_not_native(decoder)
+    if obstacle is None:
+        wide = torch.bfloat16 if decoder.dtype == torch.bfloat16 else torch.float32
+        kv_dtype = torch.uint8 if options.kv_cache_dtype == "int8" else wide
+        return compile_decoder(decoder, kv_dtype), ()
+    if options.kv_cache_dtype != "auto":
+        raise UsageError(
+            f"kv_cache_dtype={options.kv_cache_dtype!r} needs native CPU kernels, and {obstacle}; "
+            "use kv_cache_dtype auto"
+        )
+    expected = isinstance(decoder.backend, NativeBackend)
+    note = f"the decoder does not run as one native call a step: {obstacle}"
+    return decoder, (note,) if expected else ()
 
 
 def refuse_notes(notes: Iterable[str]) -> None:

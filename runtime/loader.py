@@ -89,13 +89,11 @@ class DecoderBuilder:
         return Decoder(config, backend, embedding, layers, norm, head, rotary, self._linears)
 
     def _head(self, embedding: Tensor) -> LinearOp:
-        """The head computes in float32: 16-bit logits have 8 bits, and ties among the likeliest."""
         weight: Tensor | QuantizedTensor = embedding
         if not self._config.tied_head:
             shape = self._config.vocab_size, self._config.hidden_size
             weight = _checked("lm_head", self._source.weight("lm_head"), shape)
-        wide = type(self._backend)(self._backend.device, torch.float32)
-        self._linears["lm_head"] = wide.linear(weight, None)
+        self._linears["lm_head"] = self._backend.head(weight)
         return self._linears["lm_head"]
 
     def _layer(self, index: int) -> DecoderLayer:

@@ -10,7 +10,7 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp
-from qtool.runtime.kv_cache import KVCache
+from qtool.runtime.kv_cache import BlockPools, KVCache
 from qtool.runtime.layers import DecoderLayer, RotaryRows
 from qtool.runtime.rotary import Rotary
 
@@ -52,9 +52,19 @@ class Decoder:
         shared = self.config.tied_head and self.dtype == torch.float32
         return linears + (0 if shared else self.embedding.nbytes)
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Memory that one token's keys and values take."""
+        return self.config.kv_bytes_per_token(self.dtype.itemsize)
+
+    def new_cache(self, num_blocks: int, block_size: int) -> BlockPools:
+        """An empty cache of the kind :meth:`forward` reads."""
+        return KVCache(self.config, num_blocks, block_size, self.dtype, self.device)
+
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
+        assert isinstance(cache, KVCache)
         config, backend = self.config, self.backend
         # The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
         x = self.embedding[batch.token_ids].float()

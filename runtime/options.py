@@ -8,6 +8,8 @@ from qtool.errors import UsageError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
+CPU_COMPUTES = ("auto", "int8", "bf16", "fp32")
+KV_CACHE_DTYPES = ("auto", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,16 +20,27 @@ class ModelOptions:
         device: ``auto`` takes a GPU if there is one.
         dtype: compute dtype; ``auto`` follows the checkpoint (float16 becomes bfloat16 on a CPU).
         backend: ``auto``, or kernels by name: ``reference`` is exact and batch-invariant.
+        cpu_compute: what native CPU kernels multiply in: ``int8`` rounds activations to 8 bits, a
+            scale a token and group; ``auto`` is int8 for quantized weights in bfloat16, else fp32.
+        kv_cache_dtype: ``auto`` is the compute dtype; ``int8`` has a scale a token and head, and
+            needs native kernels.
         strict: whatever is not as asked is an error instead of a note.
     """
 
     device: str = "auto"
     dtype: str = "auto"
     backend: str = "auto"
+    cpu_compute: str = "auto"
+    kv_cache_dtype: str = "auto"
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
+        for name, allowed in (
+            ("device", DEVICES),
+            ("dtype", DTYPES),
+            ("cpu_compute", CPU_COMPUTES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}: use one of {', '.join(allowed)}")

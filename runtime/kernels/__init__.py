@@ -24,16 +24,25 @@ class Selection:
     notes: tuple[str, ...]
 
 
-def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> Selection:
+def select_backend(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    cpu_compute: str = "auto",
+    quantized: bool = False,
+) -> Selection:
     """The back end for a device and compute dtype.
 
     Args:
         name: ``auto``, or a back end by name.
+        cpu_compute: see :class:`qtool.runtime.options.ModelOptions`.
+        quantized: whether the checkpoint is; plain weights run on torch unless ``cpu_compute``
+            asks for native code.
 
     Raises:
         UsageError: an unknown name, or a back end that cannot run on the device.
     """
-    from qtool.runtime.kernels.cpu.torch_ops import CpuBackend
     from qtool.runtime.kernels.reference import ReferenceBackend
 
     if name not in BACKENDS:
@@ -43,12 +52,31 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> Selec
     if name == "reference":
         return Selection(ReferenceBackend(device, dtype), "asked for", ())
     if device.type == "cpu":
-        return Selection(CpuBackend(device, dtype), "the device is a CPU", _cpu_notes(dtype))
+        return _select_cpu(device, dtype, cpu_compute, quantized)
     return Selection(
         ReferenceBackend(device, dtype),
         f"there are no kernels for {device.type} yet",
         (f"plain torch runs on {device}: correct, but slow; quantized weights are held dense",),
     )
+
+
+def _select_cpu(
+    device: torch.device, dtype: torch.dtype, cpu_compute: str, quantized: bool
+) -> Selection:
+    from qtool.runtime.kernels.cpu.build import load_native
+    from qtool.runtime.kernels.cpu.native_backend import NativeBackend, resolve_compute
+    from qtool.runtime.kernels.cpu.torch_ops import CpuBackend
+
+    plain = CpuBackend(device, dtype)
+    if not quantized and cpu_compute == "auto":
+        return Selection(plain, "the device is a CPU", _cpu_notes(dtype))
+    native = load_native()
+    if native.library is None:
+        notes = (f"{native.reason}; slower torch operations run instead", *_cpu_notes(dtype))
+        return Selection(plain, "there is no native code", notes)
+    compute = resolve_compute(cpu_compute, dtype, quantized)
+    backend = NativeBackend(device, dtype, native, compute)
+    return Selection(backend, f"native code for {native.level}, computing in {compute}", ())
 
 
 def _cpu_notes(dtype: torch.dtype) -> tuple[str, ...]:

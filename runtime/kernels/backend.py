@@ -76,6 +76,13 @@ class Backend(ABC):
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         """Prepare a weight [out_features, in_features] once, at load."""
 
+    def head(self, weight: Tensor | QuantizedTensor) -> LinearOp:
+        """Prepare the head; it computes in float32.
+
+        16-bit logits have 8 bits, and ties among the likeliest.
+        """
+        return type(self)(self.device, torch.float32).linear(weight, None)
+
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rows scaled to unit root mean square, times weight (Zhang & Sennrich 2019, section 3).

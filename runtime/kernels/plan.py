@@ -41,38 +41,39 @@ class PlannedKernel:
 
 def planned_kernels(device: torch.device) -> tuple[PlannedKernel, ...]:
     """Every operation in every compute dtype, as ``--backend auto`` would run it."""
-    chosen = {name: select_backend("auto", device, dtype) for name, dtype in DTYPES.items()}
-    return tuple(kernel for dtype in DTYPES for kernel in _kernels(dtype, chosen[dtype]))
+    return tuple(kernel for dtype in DTYPES for kernel in _kernels(dtype, device))
 
 
-def _kernels(dtype: str, chosen: Selection) -> Iterator[PlannedKernel]:
-    backend = chosen.backend
+def _kernels(dtype: str, device: torch.device) -> Iterator[PlannedKernel]:
+    plain = select_backend("auto", device, DTYPES[dtype])
+    chosen = select_backend("auto", device, DTYPES[dtype], quantized=True)
 
     def planned(
-        operation: str, kernel: str, reason: str, size: float | None = None
+        selection: Selection, operation: str, kernel: str, why: str = "", size: float | None = None
     ) -> PlannedKernel:
         return PlannedKernel(
             operation=operation,
             dtype=dtype,
-            backend=backend.name,
+            backend=selection.backend.name,
             kernel=kernel,
             bytes_per_weight=size,
-            reason=reason,
+            reason=why or selection.reason,
         )
 
     for scheme in SCHEMES:
-        sample = _sample(scheme, backend.device)
-        operation = backend.linear(sample, None)
+        sample = _sample(scheme, device)
+        operation = chosen.backend.linear(sample, None)
         size = operation.num_bytes / sample.codes.numel()
         held_dense = size >= DTYPES[dtype].itemsize
         why = f"held dense: no {scheme.bits}-bit kernel for {dtype}" if held_dense else ""
-        yield planned(f"linear W{scheme.bits}", operation.kernel, why or chosen.reason, size)
-    dense: Tensor = torch.zeros(SAMPLE_SHAPE, dtype=DTYPES[dtype], device=backend.device)
-    operation = backend.linear(dense, None)
+        yield planned(chosen, f"linear W{scheme.bits}", operation.kernel, why, size)
+    dense: Tensor = torch.zeros(SAMPLE_SHAPE, dtype=DTYPES[dtype], device=device)
+    operation = plain.backend.linear(dense, None)
     size = operation.num_bytes / dense.numel()
-    yield planned("linear dense", operation.kernel, chosen.reason, size)
-    yield planned("attention", backend.attention_kernel, chosen.reason)
-    yield planned("norm", backend.norm_kernel, chosen.reason)
+    yield planned(plain, "linear dense", operation.kernel, size=size)
+    for weights, selection in (("quantized", chosen), ("dense", plain)):
+        yield planned(selection, f"attention, {weights}", selection.backend.attention_kernel)
+        yield planned(selection, f"norm, {weights}", selection.backend.norm_kernel)
 
 
 def _sample(scheme: WeightScheme, device: torch.device) -> QuantizedTensor:

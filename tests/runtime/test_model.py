@@ -8,60 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from qtool.errors import CheckpointError, ModelError
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.model import Decoder
 from qtool.runtime.options import ModelOptions
 from support.batches import run_chunked, run_whole
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "gqa": {},
-    "mha": {"kv_heads": 4},
-    "mqa": {"kv_heads": 1},
-    "untied": {"tie": False},
-    "biases": {"bias": True},
-    "wide heads": {"head_dim": 32},
-    "llama3 rope": {"rope_parameters": LLAMA3},
-    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    "mistral": {"model_type": "mistral", "sliding_window": None},
-    "mistral window": {"model_type": "mistral", "sliding_window": 24},
-    "qwen2": {"model_type": "qwen2"},
-}
+from support.variants import LLAMA3, VARIANTS, ref_logits, relative_error, token_ids
 
 
 def _load(folder: Path, backend: str = "reference", dtype: str = "fp32") -> Decoder:
     options = ModelOptions(device="cpu", dtype=dtype, backend=backend)
     return load_model(folder, options).decoder
-
-
-def _token_ids(count: int, seed: int = 0, vocab: int = 384) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab, (count,), generator=generator).tolist()
-
-
-def _ref_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    # Eager attention honours the window exactly as written.
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
-    return logits
-
-
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -70,20 +28,20 @@ def test_logits_equal_transformers(
     model_factory: Callable[..., Path], variant: str, backend: str
 ) -> None:
     folder = model_factory(**VARIANTS[variant])
-    token_ids = _token_ids(90)
-    expected = _ref_logits(folder, token_ids)
+    ids = token_ids(90)
+    expected = ref_logits(folder, ids)
     decoder = _load(folder, backend)
-    assert _relative_error(run_whole(decoder, token_ids), expected) < 1e-4
-    assert _relative_error(run_chunked(decoder, token_ids, [33, 20, 1]), expected) < 1e-4
+    assert relative_error(run_whole(decoder, ids), expected) < 1e-4
+    assert relative_error(run_chunked(decoder, ids, [33, 20, 1]), expected) < 1e-4
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_bfloat16_differs_by_its_rounding_only(tiny_model_folder: Path, backend: str) -> None:
-    token_ids = _token_ids(40)
-    expected = _ref_logits(tiny_model_folder, token_ids)
+    ids = token_ids(40)
+    expected = ref_logits(tiny_model_folder, ids)
     decoder = _load(tiny_model_folder, backend, dtype="bf16")
     # bfloat16 has 8 bits; a few roundings a layer, two layers.
-    assert _relative_error(run_whole(decoder, token_ids), expected) < 0.02
+    assert relative_error(run_whole(decoder, ids), expected) < 0.02
 
 
 def test_old_spelling_of_rotary_settings_means_the_same(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.batch import Batch, build_batch
-from qtool.runtime.kv_cache import KVCache
+from qtool.runtime.kv_cache import BlockPools
 from qtool.runtime.model import Decoder
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.scheduler import Chunk
@@ -17,12 +17,13 @@ from qtool.runtime.sequence import Sequence
 BLOCK_SIZE = 16
 
 
-def make_cache(decoder: Decoder, num_blocks: int = 64, *, poisoned: bool = True) -> KVCache:
+def make_cache(decoder: Decoder, num_blocks: int = 64, *, poisoned: bool = True) -> BlockPools:
     """A pool whose unused slots hold NaN: nothing may read them."""
-    cache = KVCache(decoder.config, num_blocks, BLOCK_SIZE, decoder.dtype, decoder.device)
+    cache = decoder.new_cache(num_blocks, BLOCK_SIZE)
     if poisoned:
-        for pool in (*cache.keys, *cache.values):
-            pool.fill_(torch.nan)
+        for pool in cache.pools:
+            # All ones is NaN in every floating dtype, and in the steps of 8-bit pages.
+            pool.view(torch.uint8).fill_(255)
     return cache
 
 

@@ -1,0 +1,90 @@
+#pragma once
+// 16 floats at a time in one source for every instruction set: gcc and clang lower 64-byte vectors
+// to one AVX-512 register, two AVX2 registers, or what the target has. A sum keeps its order on all
+// of them; only where a multiply and an add become one instruction the last bit may differ.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace qt {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+
+constexpr int LANES = 16;
+constexpr float NEVER = -INFINITY;  // the score of a key that must not be seen
+
+// Accumulator arrays stay in registers only where every loop over them is unrolled (gcc 12).
+#define QT_UNROLL _Pragma("GCC unroll 32")
+#define QT_NOINLINE __attribute__((noinline))
+#define QT_INLINE inline __attribute__((always_inline))
+
+template <class Vector, class Element>
+static QT_INLINE Vector load(const Element* p) {
+  static_assert(sizeof(Element) == 4, "16 lanes of 4 bytes");
+  Vector v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+static QT_INLINE f32x16 loadf(const float* p) { return load<f32x16>(p); }
+static QT_INLINE void store(float* p, f32x16 v) { __builtin_memcpy(p, &v, sizeof v); }
+static QT_INLINE f32x16 all(float x) { return x - f32x16{}; }
+static QT_INLINE i32x16 lane_numbers() {
+  return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+}
+static QT_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+static QT_INLINE f32x16 abs(f32x16 a) { return (f32x16)((u32x16)a & 0x7fffffffu); }
+
+// Halves onto halves: always the same tree, so that a sum has the same bits everywhere.
+template <class Join>
+static QT_INLINE float fold(f32x16 v, Join join) {
+  float a[LANES];
+  store(a, v);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) a[i] = join(a[i], a[i + width]);
+  return a[0];
+}
+static QT_INLINE float sum(f32x16 v) {
+  return fold(v, [](float a, float b) { return a + b; });
+}
+static QT_INLINE float highest(f32x16 v) {
+  return fold(v, [](float a, float b) { return a > b ? a : b; });
+}
+
+// e**x for x <= 88 with a relative error of 3e-7: Cody and Waite's reduction (1980, chapter 6) and
+// the Taylor polynomial of degree 6 on half a binade. Below -87 it is 2**-126 or so, never denormal.
+static QT_INLINE f32x16 exp(f32x16 x) {
+  x = x < -87.f ? all(-87.f) : x;  // NaN stays NaN
+  const float round = 12582912.f;  // 1.5 * 2**23: adding it leaves the integer in the low bits
+  f32x16 shifted = x * 1.44269504f + round;
+  f32x16 n = shifted - round;
+  f32x16 r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  f32x16 p = r * (1.f / 720) + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + .5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  i32x16 power = ((i32x16)shifted - 0x4b400000 + 127) << 23;
+  return p * (f32x16)power;
+}
+static QT_INLINE f32x16 silu(f32x16 x) { 
+  return x / (1.f + exp(x < -88.f ? all(88.f) : -x));
+}
+
+// bfloat16 in the upper half of 4 bytes, rounded to nearest, ties to even.
+static QT_INLINE uint16_t to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t(u >> 16 | 0x40);  // NaN: rounding might wrap
+  return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+static QT_INLINE float from_bf16(uint16_t x) {
+  uint32_t u = uint32_t(x) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+}  // namespace qt

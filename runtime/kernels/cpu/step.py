@@ -1,0 +1,261 @@
+"""One native call for all layers of a decoder: a description in C structs, built once.
+
+Mirrors ``native/step.h`` and ``native/kv_pages.h`` field by field. Nothing here knows a model's
+config: :mod:`qtool.runtime.native_decoder` reads the one definition of the decoder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qtool.runtime.kernels.backend import AttentionLayout, AttentionScope
+from qtool.runtime.kernels.cpu.memory import Arena
+from qtool.runtime.kernels.cpu.native_ops import NativeLinear
+
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+TILE = 16  # tokens of a tile, and lanes of a vector
+MAX_HEAD_DIM = 256
+# enum Phase of step.h.
+PHASES = (
+    "embed",
+    "norm",
+    "qkv",
+    "rotate",
+    "attend",
+    "output",
+    "gate_up",
+    "down",
+    "head",
+    "wait",
+)
+
+
+class StepLayout(AttentionLayout, Protocol):
+    """What a step reads of a batch (:class:`qtool.runtime.batch.Batch` is one); all int64."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def logit_rows(self) -> Tensor: ...
+
+
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+def _numbers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class KvShape(ctypes.Structure):
+    """Shape and form of a layer's pages."""
+
+    _fields_ = _numbers("kind", "block_size", "kv_heads", "head_dim")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *_pointers("input_norm", "post_attention_norm", "qkv", "output", "gate_up", "down"),
+        *_pointers("pages"),
+        ("scale", ctypes.c_float),
+        ("window", ctypes.c_int32),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *_pointers("layers", "embedding", "norm", "head", "cos", "sin"),
+        *_numbers("num_layers", "hidden", "intermediate", "num_heads", "embedding_is_bf16"),
+        ("norm_eps", ctypes.c_float),
+        ("kv", KvShape),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *_pointers("token_ids", "positions", "slots", "spans", "block_tables", "logit_rows"),
+        *_pointers("out"),
+        *_numbers("rows", "num_spans", "table_width", "num_logits"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOps:
+    """A layer's weights; norms are float32 [hidden]."""
+
+    input_norm: Tensor
+    post_attention_norm: Tensor
+    qkv: NativeLinear
+    output: NativeLinear
+    gate_up: NativeLinear
+    down: NativeLinear
+    scope: AttentionScope
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """A decoder's weights and shape.
+
+    Attributes:
+        embedding: float32 or bfloat16 [vocab, hidden].
+        norm: float32 [hidden].
+        head: hidden -> vocab; ``None`` gives normed rows instead of logits.
+        cos, sin: float32 [positions, head_dim / 2].
+        kv_dtype: how keys and values are stored; uint8 is 8 bits with a step and a minimum for
+            each token and head.
+    """
+
+    layers: Sequence[LayerOps]
+    embedding: Tensor
+    norm: Tensor
+    head: NativeLinear | None
+    cos: Tensor
+    sin: Tensor
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    kv_dtype: torch.dtype
+
+
+class NativeStep:
+    """Runs all layers over a batch. Not thread-safe: it owns the buffers of a step."""
+
+    def __init__(self, library: ctypes.CDLL, model: StepModel) -> None:
+        self._library, self._model = library, model
+        declare(library)
+        _gather_weights(model)
+        # The structs hold addresses: what they point at must live as long.
+        self._alive: list[object] = []
+        self._layers = (_Layer * len(model.layers))(*map(self._layer, model.layers))
+        self._struct = self._describe(model)
+        self._workspace = library.qt_workspace_new()
+        self._width = model.embedding.shape[0 if model.head else 1]
+        self._pages: Tensor | None = None
+
+    def __del__(self) -> None:
+        if workspace := getattr(self, "_workspace", None):
+            self._library.qt_workspace_free(workspace)
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes of one layer's block: keys and values of ``block_size`` tokens, all heads."""
+        shape = kv_shape(self._model, block_size)
+        tile: int = self._library.qt_tile_bytes(ctypes.byref(shape))
+        return block_size // TILE * self._model.num_kv_heads * tile
+
+    def run(self, batch: StepLayout, pages: Tensor, block_size: int) -> Tensor:
+        """Logits of ``batch.logit_rows``, float32 [R, vocab], or normed rows without a head.
+
+        Args:
+            pages: uint8 [layers, num_blocks, page_bytes]; gains the batch's rows.
+        """
+        self._use_pages(pages, block_size)
+        out = torch.empty(len(batch.logit_rows), self._width)
+        numbers = [n for s in batch.spans for n in (s.start, s.length, s.context_len)]
+        spans = (ctypes.c_int64 * len(numbers))(*numbers)
+        struct = _Batch(
+            batch.token_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            ctypes.addressof(spans),
+            batch.block_tables.data_ptr(),
+            batch.logit_rows.data_ptr(),
+            out.data_ptr(),
+            len(batch.token_ids),
+            len(batch.spans),
+            batch.block_tables.shape[1],
+            len(batch.logit_rows),
+        )
+        self._library.qt_step(self._struct, struct, self._workspace)
+        return out
+
+    def ticks(self) -> dict[str, int]:
+        """Clock ticks of each phase so far, on one thread."""
+        values = (ctypes.c_int64 * len(PHASES))()
+        self._library.qt_workspace_ticks(self._workspace, values)
+        return dict(zip(PHASES, values, strict=True))
+
+    def _use_pages(self, pages: Tensor, block_size: int) -> None:
+        if pages is self._pages:
+            return
+        assert pages.dtype == torch.uint8 and pages.is_contiguous()
+        self._struct.kv = kv_shape(self._model, block_size)
+        for layer, part in zip(self._layers, pages, strict=True):
+            layer.pages = part.data_ptr()
+        self._pages = pages
+
+    def _keep(self, tensor: Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._alive.append(tensor)
+        return tensor.data_ptr()
+
+    def _keep_norm(self, weight: Tensor) -> int:
+        return self._keep(functional.pad(weight.float(), (0, -weight.shape[0] % TILE)))
+
+    def _layer(self, ops: LayerOps) -> _Layer:
+        linears = (ops.qkv, ops.output, ops.gate_up, ops.down)
+        self._alive += linears
+        return _Layer(
+            self._keep_norm(ops.input_norm),
+            self._keep_norm(ops.post_attention_norm),
+            *(linear.handle for linear in linears),
+            None,
+            ops.scope.scale,
+            ops.scope.window or 0,
+        )
+
+    def _describe(self, model: StepModel) -> _Model:
+        self._alive.append(model.head)
+        return _Model(
+            ctypes.addressof(self._layers),
+            self._keep(model.embedding),
+            self._keep_norm(model.norm),
+            model.head.handle if model.head else None,
+            self._keep(model.cos),
+            self._keep(model.sin),
+            len(model.layers),
+            model.embedding.shape[1],
+            model.intermediate,
+            model.num_heads,
+            model.embedding.dtype == torch.bfloat16,
+            model.norm_eps,
+            kv_shape(model, TILE),
+        )
+
+
+def _gather_weights(model: StepModel) -> None:
+    """All weights in one run of memory, in the order a step reads them."""
+    linears = [op for m in model.layers for op in (m.qkv, m.output, m.gate_up, m.down)]
+    linears += [model.head] if model.head else []
+    arena = Arena([linear.packed_bytes for linear in linears])
+    for linear in linears:
+        linear.move(arena.take(linear.packed_bytes))
+
+
+def kv_shape(model: StepModel, block_size: int) -> KvShape:
+    """Form of a layer's pages."""
+    kind = KV_KINDS[model.kv_dtype]
+    return KvShape(kind, block_size, model.num_kv_heads, model.head_dim)
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Argument types of the functions of ``step.h``."""
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.qt_workspace_new.restype = pointer
+    library.qt_workspace_free.argtypes = (pointer,)
+    library.qt_workspace_ticks.argtypes = (pointer, ctypes.POINTER(number))
+    library.qt_step.argtypes = (ctypes.POINTER(_Model), ctypes.POINTER(_Batch), pointer)
+    library.qt_tile_bytes.argtypes = (ctypes.POINTER(KvShape),)
+    library.qt_tile_bytes.restype = number

@@ -1,0 +1,116 @@
+"""A loaded decoder as one native call a step, compiled from the one definition of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from qtool.errors import UsageError
+from qtool.runtime.batch import Batch
+from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.cpu.native_backend import NativeBackend
+from qtool.runtime.kernels.cpu.native_ops import NativeLinear
+from qtool.runtime.kernels.cpu.step import MAX_HEAD_DIM, TILE, LayerOps, NativeStep, StepModel
+from qtool.runtime.kv_cache import BlockPools, PagedCache
+from qtool.runtime.layers import DecoderLayer
+from qtool.runtime.model import Decoder
+from qtool.runtime.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDecoder(Decoder):
+    """A :class:`Decoder` whose forward pass is one call, over pages in the kernels' own form."""
+
+    step: NativeStep
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Memory that one token's keys and values take."""
+        return self.config.num_layers * self.step.page_bytes(TILE) // TILE
+
+    def new_cache(self, num_blocks: int, block_size: int) -> BlockPools:
+        """An empty cache.
+
+        Raises:
+            UsageError: a block that is not made of whole tiles.
+        """
+        if block_size % TILE:
+            raise UsageError(f"block_size={block_size}: native CPU kernels need a multiple of 16")
+        page_bytes = self.step.page_bytes(block_size)
+        return PagedCache(self.config.num_layers, num_blocks, block_size, page_bytes)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
+        """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
+        assert isinstance(cache, PagedCache)
+        out = self.step.run(batch, cache.pages, cache.block_size)
+        return out if isinstance(self.head, NativeLinear) else self.head(out)
+
+
+def why_not_native(decoder: Decoder) -> str | None:
+    """What keeps a decoder from running as one native call, or ``None``."""
+    if not isinstance(decoder.backend, NativeBackend):
+        return f"the back end is {decoder.backend.name}"
+    others = [name for name, op in decoder.linears.items() if not isinstance(op, NativeLinear)]
+    others = [name for name in others if name != "lm_head"]
+    if others:
+        return f"{len(others)} linears have no native kernel, the first is {others[0]}"
+    head_dim = decoder.config.head_dim
+    if head_dim % TILE or head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {head_dim}; the native attention takes multiples of 16 up to 256"
+    return None
+
+
+def compile_decoder(decoder: Decoder, kv_dtype: torch.dtype) -> NativeDecoder:
+    """The same model as one native call a step.
+
+    Args:
+        decoder: one for which :func:`why_not_native` finds nothing.
+        kv_dtype: float32 or bfloat16; uint8 for 8 bits a value.
+    """
+    backend = decoder.backend
+    assert isinstance(backend, NativeBackend)
+    step = NativeStep(backend.library, _describe(decoder, kv_dtype))
+    parts = {field.name: getattr(decoder, field.name) for field in fields(Decoder)}
+    return NativeDecoder(**parts, step=step)
+
+
+def _describe(decoder: Decoder, kv_dtype: torch.dtype) -> StepModel:
+    config = decoder.config
+    positions = decoder.rotary.cos.shape[0]
+    # In bfloat16 the table has 8 bits, an angle's error of half a percent; here it costs nothing.
+    rotary = Rotary(config.rope, config.head_dim, positions, torch.float32, decoder.device)
+    half, embedding = config.head_dim // 2, decoder.embedding
+    return StepModel(
+        layers=[_layer_ops(layer) for layer in decoder.layers],
+        embedding=embedding if embedding.dtype == torch.bfloat16 else embedding.float(),
+        norm=decoder.norm,
+        head=decoder.head if isinstance(decoder.head, NativeLinear) else None,
+        cos=rotary.cos[:, :half].contiguous(),
+        sin=rotary.sin[:, :half].contiguous(),
+        intermediate=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.norm_eps,
+        kv_dtype=kv_dtype,
+    )
+
+
+def _layer_ops(layer: DecoderLayer) -> LayerOps:
+    return LayerOps(
+        layer.input_norm,
+        layer.post_attention_norm,
+        _native(layer.attention.qkv),
+        _native(layer.attention.output),
+        _native(layer.mlp.gate_up),
+        _native(layer.mlp.down),
+        layer.attention.scope,
+    )
+
+
+def _native(linear: LinearOp) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)
+    return linear
