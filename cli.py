@@ -5,166 +5,20 @@ Nothing heavy is imported before a command runs, so ``--help`` is instant.
 
 from __future__ import annotations
 
-import re
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from qtool import __version__
-from qtool.errors import QtoolError
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, taken like Ctrl-C: what is half done is cleaned up on the way out."""
-
-
-class ErrorsAsMessages(click.Group):
-    """Turns qtool's own errors into a message and their exit code; others keep their traceback.
-
-    Ctrl-C and SIGTERM end with the shell's codes for them, 128 and the signal's number.
-    """
-
-    def invoke(self, ctx: click.Context) -> Any:
-        _escape_unprintable()
-        try:
-            with _sigterm_as_exception():
-                return super().invoke(ctx)
-        except QtoolError as error:
-            click.echo(f"error: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except Terminated:
-            click.echo("terminated", err=True)
-            ctx.exit(128 + signal.SIGTERM)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            ctx.exit(128 + signal.SIGINT)
-
-
-@contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    def terminate(*_: object) -> NoReturn:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _escape_unprintable() -> None:
-    """Text a stream's encoding lacks (Chinese under an ASCII locale) is escaped, not a crash."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def parse_size(value: str) -> int:
-    """Bytes of a size: a plain number, or with K, M, G, T (powers of 1024; ``GiB`` is ``G``)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value, re.IGNORECASE)
-    if match is None:
-        raise click.BadParameter(f"{value!r} is no size; write 2G, 512M or a number of bytes")
-    return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
-
-
-def parse_group_size(value: str) -> int | str:
-    """``auto``, ``row`` or a number of weights."""
-    if value in ("auto", "row"):
-        return value
-    if not value.isdigit() or int(value) < 1:
-        raise click.BadParameter(f"{value!r}: use auto, row, or a number of weights such as 128")
-    return int(value)
-
-
-def options(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator, in the order they are listed."""
-
-    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return apply
-
-
-def loading_options(dtype: str = "auto") -> Decorator:
-    """Where and how a model is loaded."""
-    return options(
-        click.option(
-            "--device",
-            type=click.Choice(["auto", "cpu", "cuda"]),
-            default="auto",
-            show_default=True,
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
-            default=dtype,
-            show_default=True,
-            help="Compute dtype; auto follows the checkpoint.",
-        ),
-        click.option(
-            "--backend",
-            type=click.Choice(["auto", "reference", "cpu"]),
-            default="auto",
-            show_default=True,
-            help="Kernels; reference is exact and does not depend on the batch.",
-        ),
-        click.option(
-            "--cpu-compute",
-            type=click.Choice(["auto", "int8", "bf16", "fp32"]),
-            default="auto",
-            show_default=True,
-            help="What native CPU kernels multiply in; auto is int8 for quantized weights in bf16.",
-        ),
-        click.option(
-            "--kv-cache-dtype",
-            type=click.Choice(["auto", "int8"]),
-            default="auto",
-            show_default=True,
-            help="Keys and values; auto is the compute dtype.",
-        ),
-        click.option("--strict", is_flag=True, help="Anything that is not as asked is an error."),
-    )
-
-
-sampling_options = options(
-    click.option("--max-tokens", type=int, default=256, show_default=True),
-    click.option("--min-tokens", type=int, default=0, show_default=True),
-    click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy."),
-    click.option("--top-p", type=float, default=0.95, show_default=True),
-    click.option("--top-k", type=int, default=0, show_default=True, help="0 keeps all tokens."),
-    click.option("--min-p", type=float, default=0.0, show_default=True),
-    click.option("--repetition-penalty", type=float, default=1.0, show_default=True),
-    click.option("--seed", type=int, help="Makes sampling reproducible."),
-    click.option("--stop", multiple=True, help="Text that ends the output; may be repeated."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after end-of-sequence tokens."),
-)
-
-
-output_options = options(
-    click.option(
-        "--json",
-        "as_json",
-        is_flag=True,
-        help="One JSON object a line: progress, notes, and the result as the last one.",
-    ),
-    click.option("--quiet", is_flag=True, help="No progress; notes, result and errors remain."),
+from qtool.commands.cli_options import (
+    ErrorsAsMessages,
+    loading_options,
+    output_options,
+    parse_group_size,
+    parse_size,
+    sampling_options,
 )
 
 

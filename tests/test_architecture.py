@@ -69,7 +69,7 @@ PUBLIC = {"LLM": "qtool.runtime.llm", "SamplingParams": "qtool.runtime.sampling_
 ONLY_IN = {
     "triton": {"qtool.runtime.kernels.triton"},
     "datasets": {"qtool.calibration"},
-    "click": {"qtool.cli"},
+    "click": {"qtool.cli", "qtool.commands.cli_options"},
     "rich": {"qtool.cli", "qtool.commands", "qtool.runtime.progress"},
     "openai": {"qtool.commands"},
     "lm_eval": {"qtool.commands.harness"},

@@ -29,7 +29,8 @@ def _facts() -> dict[str, Any]:
 def test_every_operation_has_a_kernel_and_a_reason() -> None:
     kernels = _facts()["kernels"]["cpu"]
     found = {(kernel["operation"], kernel["dtype"]) for kernel in kernels}
-    operations = ("linear W4", "linear W8", "linear dense", "attention", "norm")
+    parts = [f"{name}, {kind}" for name in ("attention", "norm") for kind in ("quantized", "dense")]
+    operations = ("linear W4", "linear W8", "linear dense", *parts)
     assert found == {(name, dtype) for name in operations for dtype in ("bf16", "fp16", "fp32")}
     for kernel in kernels:
         assert kernel["backend"] and kernel["kernel"] and kernel["reason"]
