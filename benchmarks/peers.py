@@ -21,7 +21,7 @@ from rich.console import Console
 
 import qtool
 from comparison.client import PEERS, ROOT, peer_python
-from comparison.contest import Conditions, Outcome, compare
+from comparison.contest import Conditions, Outcome, Say, compare
 from comparison.models import MODELS, PACKAGED, prepare
 from comparison.results import (
     FOLDER,
@@ -36,6 +36,8 @@ from comparison.roofline import Probe
 from comparison.scenarios import OURS
 from qtool.errors import QtoolError, UsageError
 
+TABLE_WIDTH = 140
+
 
 def main() -> int:
     """Run the command line; the exit code."""
@@ -49,14 +51,13 @@ def main() -> int:
         return error.exit_code
     _show(machine, outcomes)
     if arguments.save:
-        print(f"written to {append_csv(FOLDER, machine, outcomes)}")
+        errors.print(f"written to {append_csv(FOLDER, machine, outcomes)}", highlight=False)
     if arguments.json:
         print(json.dumps(to_json(machine, outcomes)))
     return 0
 
 
-def _measure(arguments: argparse.Namespace, say: object) -> tuple[Machine, list[Outcome]]:
-    assert callable(say)
+def _measure(arguments: argparse.Namespace, say: Say) -> tuple[Machine, list[Outcome]]:
     peers = {engine: peer_python(engine, arguments.peers_dir) for engine in arguments.peers}
     pythons = {OURS: Path(sys.executable), **peers}
     outcomes = []
@@ -73,7 +74,8 @@ def _measure(arguments: argparse.Namespace, say: object) -> tuple[Machine, list[
 
 
 def _show(machine: Machine, outcomes: list[Outcome]) -> None:
-    console = Console()
+    # A pipe counts as 80 columns, which would cut the tables' names.
+    console = Console(width=max(Console().width, TABLE_WIDTH))
     units = ", ".join(f"{name} {value:.0f}" for name, value in machine.units.items())
     console.print(f"{machine.cpu}, {machine.threads} threads: {units}", highlight=False)
     for outcome in outcomes:
