@@ -87,13 +87,11 @@ def quantize(model: str, out: Path, bits: str, as_json: bool, quiet: bool, **val
     from qtool.quantize.options import QuantizeOptions
 
     chosen = QuantizeOptions(bits=int(bits), **values)
-    for name in ("calibration", "samples", "seq_len"):
-        source = click.get_current_context().get_parameter_source(name)
-        if source is ParameterSource.COMMANDLINE and not chosen.needs_calibration:
-            raise click.UsageError(
-                f"--{name.replace('_', '-')}: method {chosen.method} uses no calibration text; "
-                "leave the option out"
-            )
+    given = click.get_current_context().get_parameter_source("calibration")
+    if given is ParameterSource.COMMANDLINE and not chosen.needs_calibration:
+        raise click.UsageError(
+            f"--calibration: method {chosen.method} uses no calibration text; leave the option out"
+        )
     command.run(model, out, chosen, Show(as_json, quiet))
 
 

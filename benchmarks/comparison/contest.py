@@ -27,7 +27,7 @@ from comparison.scenarios import (
     rotated,
 )
 from comparison.worker import About, reference_file
-from qtool.calibration.data import evaluation_windows, held_out_text, load_tokenizer
+from qtool.calibration.data import evaluation_windows, held_out_builtin, load_tokenizer
 from qtool.runtime.evaluate import CHUNK, WindowRun
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.options import ModelOptions
@@ -161,7 +161,7 @@ def _entry(scenario: Scenario, runs: list[Rates], highest: float) -> Entry:
 
 
 def _text_tokens(folder: Path) -> list[int]:
-    text, tokenizer = held_out_text("builtin"), load_tokenizer(folder)
+    text, tokenizer = held_out_builtin(), load_tokenizer(folder)
     windows = evaluation_windows(text, tokenizer, WINDOW, PROMPT_TOKENS // WINDOW)
     tokens: list[int] = windows.flatten().tolist()
     return tokens
@@ -173,7 +173,7 @@ def _quality(
     """Every engine against the unquantized model in float32, on held-out text."""
     if count == 0:
         return {}
-    windows = evaluation_windows(held_out_text("builtin"), load_tokenizer(source), WINDOW, count)
+    windows = evaluation_windows(held_out_builtin(), load_tokenizer(source), WINDOW, count)
     with tempfile.TemporaryDirectory(prefix="qtool-reference-") as folder:
         _write_reference(source, windows, Path(folder))
         return {

@@ -88,7 +88,7 @@ def test_joined_deltas_equal_the_plain_text_in_500_random_cases(tiny_model_folde
         scripts = {prompt: case.tokens for prompt, case in cases.items()}
         model = scripted_model(tiny_model_folder, scripts, EOS, len(codec.tokens))
         # Few blocks: some sequences are preempted and computed anew in the middle of a character.
-        memory = 28 * 4 * model.decoder.config.kv_bytes_per_token(4)
+        memory = 28 * 4 * model.decoder.kv_bytes_per_token
         options = EngineOptions(
             model="scripted", kv_cache_memory=memory, max_num_seqs=AT_A_TIME, block_size=4
         )

@@ -23,7 +23,7 @@ TEXT = (
 )
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec(PACKAGED[NAME].module) is None,
+    importlib.util.find_spec(PACKAGED[NAME].parts[0][0]) is None,
     reason=f"needs the model: {PACKAGED[NAME].install}",
 )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.batch import Batch
+from qtool.runtime.kv_cache import BlockPools
 from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.options import ModelOptions
 
@@ -30,7 +31,11 @@ class ScriptedDecoder:
     device: torch.device = torch.device("cpu")
     backend: Any = field(default_factory=lambda: SimpleNamespace(name="scripted"))
     weight_bytes: int = 0
+    kv_bytes_per_token: int = 4
     _script_of: dict[int, int] = field(default_factory=dict)
+
+    def new_cache(self, num_blocks: int, block_size: int) -> BlockPools:
+        return BlockPools(block_size, [torch.zeros(num_blocks)])
 
     def forward(self, batch: Batch, cache: object) -> Tensor:
         wanted = set(batch.logit_rows.tolist())
