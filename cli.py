@@ -19,6 +19,7 @@ from qtool.commands.cli_options import (
     parse_group_size,
     parse_size,
     sampling_options,
+    take_loading,
 )
 
 
@@ -134,10 +135,6 @@ def quantize(model: str, out: Path, bits: str, as_json: bool, quiet: bool, **val
 def evaluate(
     model: str,
     reference: str | None,
-    device: str,
-    dtype: str,
-    backend: str,
-    strict: bool,
     as_json: bool,
     quiet: bool,
     **chosen: Any,
@@ -151,9 +148,9 @@ def evaluate(
     from qtool.commands.console import Show
     from qtool.runtime.options import ModelOptions
 
+    loading = ModelOptions(**take_loading(chosen))
     source = click.get_current_context().get_parameter_source
     given = {name for name in chosen if source(name) is ParameterSource.COMMANDLINE}
-    loading = ModelOptions(device=device, dtype=dtype, backend=backend, strict=strict)
     command.run_chosen(model, reference, chosen, given, loading, Show(as_json, quiet))
 
 
@@ -167,12 +164,6 @@ def generate(
     model: str,
     prompt: str,
     chat: bool,
-    device: str,
-    dtype: str,
-    backend: str,
-    cpu_compute: str,
-    kv_cache_dtype: str,
-    strict: bool,
     **sampling: Any,
 ) -> None:
     """Complete PROMPT with MODEL and print the text as it comes."""
@@ -180,14 +171,7 @@ def generate(
     from qtool.runtime.options import ModelOptions
     from qtool.runtime.sampling_params import SamplingParams
 
-    loading = ModelOptions(
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        cpu_compute=cpu_compute,
-        kv_cache_dtype=kv_cache_dtype,
-        strict=strict,
-    )
+    loading = ModelOptions(**take_loading(sampling))
     command.run(model, prompt, SamplingParams(**sampling), loading, chat=chat)
 
 
@@ -216,12 +200,6 @@ def serve(
     host: str,
     port: int,
     api_key: str | None,
-    device: str,
-    dtype: str,
-    backend: str,
-    cpu_compute: str,
-    kv_cache_dtype: str,
-    strict: bool,
     **engine: Any,
 ) -> None:
     """Serve MODEL over the OpenAI HTTP API."""
@@ -230,14 +208,7 @@ def serve(
     from qtool.commands import serve as command
     from qtool.runtime.options import EngineOptions, ModelOptions
 
-    loading = ModelOptions(
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        cpu_compute=cpu_compute,
-        kv_cache_dtype=kv_cache_dtype,
-        strict=strict,
-    )
+    loading = ModelOptions(**take_loading(engine))
     chosen = EngineOptions(model=model or model_option or "", loading=loading, **engine)
     command.run(chosen, command.ServeOptions(host=host, port=port, api_key=api_key))
 

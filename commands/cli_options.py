@@ -140,6 +140,12 @@ def loading_options(dtype: str = "auto") -> Decorator:
     )
 
 
+def take_loading(values: dict[str, Any]) -> dict[str, Any]:
+    """Move the values of :func:`loading_options` out of a command's; fields of ModelOptions."""
+    names = ("device", "dtype", "backend", "cpu_compute", "kv_cache_dtype", "strict")
+    return {name: values.pop(name) for name in names}
+
+
 sampling_options = options(
     click.option("--max-tokens", type=int, default=256, show_default=True),
     click.option("--min-tokens", type=int, default=0, show_default=True),

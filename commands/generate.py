@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 from qtool.commands import console
 from qtool.runtime.llm import LLM
@@ -20,12 +21,7 @@ def run(
     with console.status(f"loading {model}"):
         llm = LLM(
             model,
-            device=loading.device,
-            dtype=loading.dtype,
-            backend=loading.backend,
-            cpu_compute=loading.cpu_compute,
-            kv_cache_dtype=loading.kv_cache_dtype,
-            strict=loading.strict,
+            **asdict(loading),
             max_num_seqs=1,
         )
     with llm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +117,7 @@ def open_llm(
     """An engine for ``batch_size`` sequences at a time."""
     return LLM(
         model,
-        device=loading.device,
-        dtype=loading.dtype,
-        backend=loading.backend,
-        strict=loading.strict,
+        **asdict(loading),
         max_model_len=max_model_len,
         max_num_seqs=batch_size,
         max_num_batched_tokens=max(TOKENS_PER_STEP, batch_size),
