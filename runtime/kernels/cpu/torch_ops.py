@@ -22,9 +22,8 @@ from qtool.formats.tensor import QuantizedTensor
 from qtool.runtime.kernels.backend import AttentionLayout, AttentionScope, Backend, LinearOp, Span
 from qtool.runtime.kernels.reference import dense_weight, tensor_bytes
 
-# Rows up to which int4pack beats dequantize + GEMM. Measured on a 2-core Sapphire Rapids with
-# benchmarks/cpu_linear.py: 3072 x 576 takes 0.34 ms against 3.5 ms at 16 rows, 2.7 against 3.7
-# at 128; the shapes of a 135M model cross between 64 and 192 rows.
+# Rows up to which int4pack beats dequantize + GEMM: the shapes of a 135M model cross between 64
+# and 192 rows on 2 cores of a Sapphire Rapids. A rough middle; native code does not need it.
 INT4_MAX_ROWS = 96
 
 # What torch's kernel accepts.
