@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 
-import torch
 from torch import Tensor
 
 from qtool.errors import RequestError
@@ -104,14 +103,17 @@ class Engine:
         if not step.chunks:
             self._scheduler.commit(step)
             return []
-        logits = self._forward(step)
+        logits, counts = self._forward(step)
         samples = [chunk.samples for chunk in step.chunks]
         self._scheduler.commit(step)
         self._count(step)
-        return self._post_process(step.chunks, samples, logits)
+        return self._post_process(step.chunks, samples, logits, counts)
 
-    def _forward(self, step: ScheduledStep) -> list[Tensor]:
-        """Logits per chunk: of all rows where prompt log-probabilities are wanted."""
+    def _forward(self, step: ScheduledStep) -> tuple[Tensor, list[int]]:
+        """Logits [R, vocab] and how many of the rows are each chunk's.
+
+        A chunk has all its rows where prompt log-probabilities are wanted, else one if it samples.
+        """
         self._cache.copy_blocks(step.copies)
         generations = [self._generations[c.sequence.request_id] for c in step.chunks]
         everything = [generation.scores_prompt for generation in generations]
@@ -121,24 +123,30 @@ class Engine:
             chunk.length if whole else int(chunk.samples)
             for chunk, whole in zip(step.chunks, everything, strict=True)
         ]
-        return list(logits.split(counts))
+        return logits, counts
 
     def _post_process(
-        self, chunks: list[Chunk], samples: list[bool], logits: list[Tensor]
+        self, chunks: list[Chunk], samples: list[bool], logits: Tensor, counts: list[int]
     ) -> list[OutputDelta]:
-        writing: list[tuple[Generation, Tensor]] = []
+        writing: list[Generation] = []
+        last_rows: list[int] = []
         deltas: list[OutputDelta] = []
-        for chunk, done, rows in zip(chunks, samples, logits, strict=True):
+        end = 0
+        for chunk, done, count in zip(chunks, samples, counts, strict=True):
+            start, end = end, end + count
             generation = self._generations[chunk.sequence.request_id]
             if generation.scores_prompt:
-                generation.record_prompt(chunk, rows)
+                generation.record_prompt(chunk, logits[start:end])
             if done and generation.only_scores:
                 deltas.append(generation.end_scoring())
             elif done:
-                writing.append((generation, rows[-1]))
+                writing.append(generation)
+                last_rows.append(end - 1)
         if writing:
-            sampled = sample(torch.stack([r for _, r in writing]), [g.row for g, _ in writing])
-            deltas += [g.accept(token) for (g, _), token in zip(writing, sampled, strict=True)]
+            # A copy of 32 rows of 49,152 costs as much as the rest of the host's work in a step.
+            logits = logits if len(last_rows) == len(logits) else logits[last_rows]
+            sampled = sample(logits, [generation.row for generation in writing])
+            deltas += [g.accept(token) for g, token in zip(writing, sampled, strict=True)]
             self._generated_tokens += len(writing)
         for delta in deltas:
             if delta.finish_reason is not None:

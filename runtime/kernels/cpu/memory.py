@@ -13,6 +13,8 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64
+# Of an arena's regions: a stream broken once in so many bytes is as fast as a whole one.
+REGION = 256 << 20
 
 
 def huge_zeros(size: int) -> Tensor:
@@ -25,18 +27,19 @@ def huge_zeros(size: int) -> Tensor:
 
 
 class Arena:
-    """Pieces side by side in one run of memory, each at a cache line."""
+    """Pieces one after another, each at a cache line.
 
-    def __init__(self, sizes: list[int]) -> None:
-        self._memory = huge_zeros(sum(map(_round_up, sizes)))
-        self._used = 0
+    What is taken in the order in which a step reads it is one rising stream. Memory comes in large
+    regions; what of them is not written yet takes none.
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """The next uint8 [size]."""
-        piece = self._memory[self._used :][:size]
-        self._used += _round_up(size)
+        """The next uint8 [size], zero."""
+        rounded = -(-size // ALIGNMENT) * ALIGNMENT
+        if rounded > len(self._free):
+            self._free = huge_zeros(max(REGION, rounded))
+        piece, self._free = self._free[:size], self._free[rounded:]
         return piece
-
-
-def _round_up(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

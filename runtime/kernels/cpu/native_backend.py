@@ -14,6 +14,7 @@ from torch import Tensor
 from qtool.formats.tensor import QuantizedTensor
 from qtool.runtime.kernels.backend import LinearOp
 from qtool.runtime.kernels.cpu.build import Native
+from qtool.runtime.kernels.cpu.memory import Arena
 from qtool.runtime.kernels.cpu.native_ops import (
     COMPUTE,
     Compute,
@@ -48,6 +49,8 @@ class NativeBackend(CpuBackend):
     ) -> None:
         super().__init__(device, dtype)
         self.native, self.compute = native, compute
+        # The loader asks for operations in the order in which a step runs them.
+        self._arena = Arena()
 
     @property
     def library(self) -> ctypes.CDLL:
@@ -59,20 +62,25 @@ class NativeBackend(CpuBackend):
         if isinstance(weight, QuantizedTensor):
             if unsupported(weight) is not None:
                 return super().linear(weight, bias)
-            return NativeLinear(self.native, weight, bias, self.compute)
+            return self._packed(weight, bias, self.compute)
         if self.compute == "int8":
             return super().linear(weight, bias)
-        return NativeLinear(self.native, _dense(weight, self.compute), bias, self.compute)
+        return self._packed(_dense(weight, self.compute), bias, self.compute)
 
     def head(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         """A plain head is rounded to 8 bits where activations are, and exact otherwise."""
         if isinstance(weight, QuantizedTensor):
             if unsupported(weight) is not None:
                 return CpuBackend(self.device, torch.float32).linear(weight, None)
-            return NativeLinear(self.native, weight, None, self.compute)
+            return self._packed(weight, None, self.compute)
         if self.compute == "int8":
-            return NativeLinear(self.native, eight_bits(weight), None, "int8")
-        return NativeLinear(self.native, _dense(weight, "fp32"), None, "fp32")
+            return self._packed(eight_bits(weight), None, "int8")
+        return self._packed(_dense(weight, "fp32"), None, "fp32")
+
+    def _packed(
+        self, weight: QuantizedTensor | Tensor, bias: Tensor | None, compute: Compute
+    ) -> NativeLinear:
+        return NativeLinear(self.native, weight, bias, compute, self._arena.take)
 
 
 def _dense(weight: Tensor, compute: Compute) -> Tensor:

@@ -14,6 +14,7 @@ A row's result has the same bits in any company, whatever the level and the numb
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -97,6 +98,7 @@ class NativeLinear(LinearOp):
             ``fp32`` computation, float32 for ``fp32``.
         bias: [out_features] or ``None``.
         compute: one of :data:`COMPUTE`.
+        take: gives memory for the packed weight, uint8 of the size asked for at a cache line.
 
     Attributes:
         handle: address of ``struct Linear``, valid as long as this object lives.
@@ -108,6 +110,7 @@ class NativeLinear(LinearOp):
         weight: QuantizedTensor | Tensor,
         bias: Tensor | None,
         compute: Compute = "int8",
+        take: Callable[[int], Tensor] | None = None,
     ) -> None:
         assert native.library is not None, native.reason
         self._library = native.library
@@ -119,7 +122,7 @@ class NativeLinear(LinearOp):
         size = native_size(native.library, self._struct)
         if not size:
             raise ValueError(f"no native kernel computes {weight.shape} in {compute}")
-        self._packed = _aligned(size)
+        self._packed = (take or _aligned)(size)
         self._struct.data = self._packed.data_ptr()
         self._library.qt_linear_pack(
             ctypes.c_void_p(self.handle),
@@ -156,17 +159,6 @@ class NativeLinear(LinearOp):
             scales, zeros = scales.expand(struct.n, 1), zeros.expand(struct.n, 1)
         struct.scale_type = _SCALE_TYPES[scales.dtype]
         return weight.codes.contiguous(), scales.contiguous(), zeros.contiguous()
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weight."""
-        return len(self._packed)
-
-    def move(self, memory: Tensor) -> None:
-        """Keep the packed weight in ``memory``, uint8 [packed_bytes] at a cache line."""
-        memory.copy_(self._packed)
-        self._packed = memory
-        self._struct.data = memory.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype not in _VALUE_TYPES:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtool.runtime.kernels.backend import AttentionLayout, AttentionScope
-from qtool.runtime.kernels.cpu.memory import Arena
 from qtool.runtime.kernels.cpu.native_ops import NativeLinear
 
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
@@ -136,7 +135,6 @@ class NativeStep:
     def __init__(self, library: ctypes.CDLL, model: StepModel) -> None:
         self._library, self._model = library, model
         declare(library)
-        _gather_weights(model)
         # The structs hold addresses: what they point at must live as long.
         self._alive: list[object] = []
         self._layers = (_Layer * len(model.layers))(*map(self._layer, model.layers))
@@ -233,15 +231,6 @@ class NativeStep:
             model.norm_eps,
             kv_shape(model, TILE),
         )
-
-
-def _gather_weights(model: StepModel) -> None:
-    """All weights in one run of memory, in the order a step reads them."""
-    linears = [op for m in model.layers for op in (m.qkv, m.output, m.gate_up, m.down)]
-    linears += [model.head] if model.head else []
-    arena = Arena([linear.packed_bytes for linear in linears])
-    for linear in linears:
-        linear.move(arena.take(linear.packed_bytes))
 
 
 def kv_shape(model: StepModel, block_size: int) -> KvShape:
