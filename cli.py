@@ -214,13 +214,14 @@ def serve(
 
 
 @main.command()
+@click.option("--build", is_flag=True, help="Compile the native CPU code now, or fail.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(as_json: bool) -> None:
+def doctor(build: bool, as_json: bool) -> None:
     """What this machine has, and which kernels each operation would take here."""
     from qtool.commands import doctor as command
     from qtool.commands.console import Show
 
-    command.run(Show(as_json))
+    command.run(Show(as_json), build)
 
 
 @main.command()

@@ -14,13 +14,25 @@ from rich.table import Table
 
 from qtool import __version__
 from qtool.commands import console
+from qtool.errors import EngineError
 from qtool.formats.model_source import cache_folder
+from qtool.runtime.kernels.cpu.build import load_native
 from qtool.runtime.kernels.plan import PlannedKernel, planned_kernels
 from qtool.runtime.machine import Machine, inspect_machine
 
 
-def run(show: console.Show) -> None:
-    """Look around and print; a machine that lacks something is no error."""
+def run(show: console.Show, build: bool = False) -> None:
+    """Look around and print; a machine that lacks something is no error.
+
+    Args:
+        show: how.
+        build: compile the native CPU code if that was not done yet; here its absence is an error.
+
+    Raises:
+        EngineError: ``build``, and there can be no native code.
+    """
+    if build:
+        _build(show)
     machine = inspect_machine([Path.cwd(), cache_folder()])
     devices = ["cpu", "cuda"] if machine.gpus else ["cpu"]
     plans = {name: planned_kernels(torch.device(name)) for name in devices}
@@ -31,6 +43,13 @@ def run(show: console.Show) -> None:
     console.out.print(_facts_table(machine))
     for name, plan in plans.items():
         console.out.print(_kernel_table(name, plan))
+
+
+def _build(show: console.Show) -> None:
+    with show.status("compiling the native CPU code"):
+        native = load_native()
+    if native.library is None:
+        raise EngineError(f"--build: {native.reason}")
 
 
 def _facts_table(machine: Machine) -> Table:
@@ -46,7 +65,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     processor = machine.processor
     yield "qtool", f"{__version__}, Python {machine.python}, {machine.platform}"
     yield "CPU", processor.model
-    yield "cores", f"{processor.cores:g} usable of {processor.installed_cores}"
+    yield "threads", f"{processor.cores} for {processor.logical_cpus} logical CPUs"
     found = ", ".join(processor.instruction_sets) or "none of those that kernels use"
     yield "instructions", f"{found} (torch uses {processor.torch_capability})"
     yield "free memory", console.size(machine.free_memory)
@@ -60,6 +79,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     for package, version in machine.packages.items():
         yield package, version or "not installed"
     yield "Triton here", machine.triton
+    yield "native code", machine.native
     yield "C++ compiler", machine.compiler or "none (set CXX, or install g++)"
 
 

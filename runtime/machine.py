@@ -10,7 +10,6 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -20,6 +19,8 @@ from pathlib import Path
 import torch
 
 from qtool.runtime.capacity import available_cpu_memory
+from qtool.runtime.kernels.cpu.build import BuildError, find_compiler, load_native
+from qtool.runtime.kernels.cpu.cores import available_cores
 
 # What the kernels of torch and of this package make use of.
 INSTRUCTION_SETS = (
@@ -32,9 +33,7 @@ INSTRUCTION_SETS = (
     "amx_int8",
 )
 PACKAGES = ("torch", "transformers", "safetensors", "triton", "compressed-tensors")
-COMPILERS = ("g++", "c++", "clang++")
 COMPILER_SECONDS = 10
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +41,15 @@ class Processor:
     """The CPU.
 
     Attributes:
-        cores: what this process may use, by affinity and control group; a quota may be a
-            fraction.
-        installed_cores: what the machine has.
+        cores: threads that kernels use; :mod:`qtool.runtime.kernels.cpu.cores` counts them.
+        logical_cpus: what the system counts, hardware threads included.
         instruction_sets: of :data:`INSTRUCTION_SETS`, those the processor has.
         torch_capability: the instruction set that torch's own kernels use.
     """
 
     model: str
-    cores: float
-    installed_cores: int
+    cores: int
+    logical_cpus: int
     instruction_sets: tuple[str, ...]
     torch_capability: str
 
@@ -81,6 +79,7 @@ class Machine:
     Attributes:
         packages: version of each of :data:`PACKAGES`, ``None`` if it is not installed.
         triton: whether it imports and what can run here, in words.
+        native: level and file of the native CPU code, or why there is none.
         compiler: the C++ compiler's first line about itself and its path, or ``None``.
         free_memory: bytes this process can still get.
     """
@@ -92,6 +91,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     packages: dict[str, str | None]
     triton: str
+    native: str
     compiler: str | None
     disks: tuple[Disk, ...]
 
@@ -107,7 +107,8 @@ def inspect_machine(folders: Iterable[Path]) -> Machine:
         gpus=gpus,
         packages={name: _version(name) for name in PACKAGES},
         triton=triton_status(has_gpu=bool(gpus)),
-        compiler=find_compiler(),
+        native=native_status(),
+        compiler=describe_compiler(),
         disks=tuple(_disk(folder) for folder in folders),
     )
 
@@ -118,7 +119,7 @@ def _processor() -> Processor:
     return Processor(
         model=info.get("model name") or platform.processor() or platform.machine(),
         cores=available_cores(),
-        installed_cores=os.cpu_count() or 1,
+        logical_cpus=os.cpu_count() or 1,
         instruction_sets=tuple(name for name in INSTRUCTION_SETS if name in flags),
         torch_capability=torch.backends.cpu.get_cpu_capability(),
     )
@@ -129,21 +130,6 @@ def _cpuinfo() -> dict[str, str]:
     text = _read(Path("/proc/cpuinfo")) or ""
     pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
-
-
-def available_cores(cgroup: Path = CGROUP) -> float:
-    """Cores by affinity, or the control group's quota (version 2 or 1) if that is less."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = float(len(os.sched_getaffinity(0)))
-    else:
-        cores = float(os.cpu_count() or 1)
-    version_1 = [_read(cgroup / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-    words = (_read(cgroup / "cpu.max") or " ".join(word or "" for word in version_1)).split()
-    try:
-        quota, period = (float(word) for word in words)
-    except ValueError:  # "max", or no such file: no quota
-        return cores
-    return min(cores, quota / period) if quota > 0 and period > 0 else cores
 
 
 def _gpus() -> tuple[Gpu, ...]:
@@ -178,12 +164,19 @@ def triton_status(*, has_gpu: bool) -> str:
     return "imports; without a GPU only its interpreter runs (TRITON_INTERPRET=1), for tests"
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, else the first of :data:`COMPILERS` on the path."""
-    chosen = shlex.split(os.environ.get("CXX", ""))[:1]
-    path = next(filter(None, map(shutil.which, chosen or COMPILERS)), None)
-    if path is None:
+def native_status() -> str:
+    """The native CPU code, compiled if need be."""
+    native = load_native()
+    return native.reason or f"{native.level}, {native.path}"
+
+
+def describe_compiler() -> str | None:
+    """The C++ compiler that builds native code: its first line about itself, and its path."""
+    try:
+        path = shutil.which(find_compiler()[0])
+    except BuildError:
         return None
+    assert path is not None
     try:
         result = subprocess.run(
             [path, "--version"],

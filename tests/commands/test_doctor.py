@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from click.testing import CliRunner
 
 from qtool.cli import main
 from qtool.runtime import machine
+from qtool.runtime.kernels.cpu.build import LEVELS
 from qtool.runtime.machine import Gpu
 
 
@@ -49,7 +52,16 @@ def test_the_facts_are_the_machines_own() -> None:
 
 def test_the_text_names_every_part() -> None:
     text = _doctor()
-    for part in ("CPU", "cores", "free memory", "GPU", "free disk", "Triton", "C++ compiler"):
+    for part in (
+        "CPU",
+        "threads",
+        "free memory",
+        "GPU",
+        "free disk",
+        "Triton",
+        "native code",
+        "C++ compiler",
+    ):
         assert part in text
     assert "kernels on cpu" in text and "linear W4" in text
 
@@ -73,3 +85,18 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_gpus", lambda: (gpu,))
     monkeypatch.setattr("qtool.commands.doctor.planned_kernels", lambda _: ())
     assert "NVIDIA [x], capability 9.0, 1 GB of 2 GB free" in _doctor()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_build_compiles_and_says_where_the_code_is() -> None:
+    facts = json.loads(_doctor("--build", "--json"))
+    level, path = facts["native"].split(", ")
+    assert level in LEVELS and Path(path).is_file()
+
+
+def test_build_fails_where_there_can_be_no_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QTOOL_NATIVE", "0")
+    result = CliRunner().invoke(main, ["doctor", "--build"])
+    assert result.exit_code == 1
+    assert "--build: native code is switched off" in result.stderr
+    assert "switched off by $QTOOL_NATIVE=0" in json.loads(_doctor("--json"))["native"]

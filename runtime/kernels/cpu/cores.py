@@ -45,14 +45,12 @@ def quotas(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> list[
 
 def _quota(folder: Path) -> int | None:
     """The limit of one cgroup: version 2 in one file, version 1 in two."""
-    if text := _read(folder / "cpu.max"):
-        quota, period = text.split()
-    else:
-        quota = _read(folder / "cpu.cfs_quota_us") or "max"
-        period = _read(folder / "cpu.cfs_period_us") or "max"
-    if "max" in (quota, period) or int(quota) <= 0:
+    version_1 = [_read(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+    try:
+        quota, period = map(int, (_read(folder / "cpu.max") or " ".join(version_1)).split())
+    except ValueError:  # "max", or no such files: no limit
         return None
-    return math.ceil(int(quota) / int(period))
+    return math.ceil(quota / period) if quota > 0 and period > 0 else None
 
 
 def _asked_for() -> list[int]:

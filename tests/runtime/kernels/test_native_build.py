@@ -174,6 +174,14 @@ def test_quotas_of_version_1_are_read(tmp_path: Path) -> None:
     assert quotas(root, own) == []
 
 
+@pytest.mark.parametrize("content", ["garbage", "100000 0", "max 100000", "-1 100000", ""])
+def test_a_file_that_states_no_quota_limits_nothing(content: str, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text(f"{content}\n")
+    assert quotas(tmp_path, own) == []
+
+
 def test_openmps_variable_lowers_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert available_cores() == 1
