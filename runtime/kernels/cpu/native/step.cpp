@@ -232,30 +232,12 @@ class Thread {
       const int row = unit % step_.rows, head = unit / step_.rows;
       float* y = step_.wide + size_t(row) * step_.qkv_width;
       const int64_t position = step_.batch.positions[row], slot = step_.batch.slots[row];
-      for (int h = head * group; h < (head + 1) * group; h++) rotate(y + h * D, position);
+      for (int h = head * group; h < (head + 1) * group; h++) rotate(rotary(), D, position, y + h * D);
       float* key = y + (num_heads + head) * D;
-      rotate(key, position);
+      rotate(rotary(), D, position, key);
       const int64_t block = slot / kv.block_size, offset = slot % kv.block_size;
       kv_store(kv, kv.tile(l.pages, block, offset, head), int(offset % TILE), key,
                key + kv.kv_heads * D);
-    }
-  }
-
-  // Rotary embedding (Su et al. 2021, section 3.2), halves rotated.
-  void rotate(float* x, int64_t position) const {
-    const int half = int(step_.model.kv.head_dim) / 2;
-    const float *cos = step_.model.cos + position * half, *sin = step_.model.sin + position * half;
-    int i = 0;
-    for (; i + LANES <= half; i += LANES) {
-      const f32x16 a = loadf(x + i), b = loadf(x + i + half);
-      const f32x16 c = loadf(cos + i), s = loadf(sin + i);
-      store(x + i, a * c - b * s);
-      store(x + i + half, b * c + a * s);
-    }
-    for (; i < half; i++) {
-      const float a = x[i], b = x[i + half];
-      x[i] = a * cos[i] - b * sin[i];
-      x[i + half] = b * cos[i] + a * sin[i];
     }
   }
 
@@ -265,7 +247,8 @@ class Thread {
     const AttentionLayer layer{&kv, l.pages, b.spans, b.block_tables, b.table_width, l.scale,
                                l.window};
     attend(layer, step_.space.plan, step_.space.next[index],
-           {step_.wide, step_.qkv_width, step_.heads, step_.model.num_heads * kv.head_dim});
+           {step_.wide, step_.qkv_width, step_.heads, step_.model.num_heads * kv.head_dim, nullptr},
+           [](Unit) {});
   }
 
   void logits() {
@@ -285,6 +268,7 @@ class Thread {
     lap(HEAD);
   }
 
+  Rotary rotary() const { return {step_.model.cos, step_.model.sin}; }
   float* residual(int row) const { return step_.residual + size_t(row) * step_.padded_hidden; }
   float* own_row() const { return step_.space.own_row[number_].reserve<float>(0); }
 
@@ -347,27 +331,3 @@ void qt_step(const qt::Model* model, const qt::StepBatch* batch, void* workspace
   auto body = [&](int thread, int count) { qt::Thread(step, thread, count).run(); };
   qt::pool_run(body);
 }
-
-void qt_kv_store(const qt::KvShape* shape, uint8_t* pages, const float* keys, const float* values,
-                 const int64_t* slots, int64_t tokens) {
-  for (int64_t i = 0; i < tokens; i++)
-    for (int64_t head = 0; head < shape->kv_heads; head++) {
-      const int64_t block = slots[i] / shape->block_size, offset = slots[i] % shape->block_size;
-      const int64_t at = (i * shape->kv_heads + head) * shape->head_dim;
-      qt::kv_store(*shape, shape->tile(pages, block, offset, head), int(offset % qt::TILE),
-                   keys + at, values + at);
-    }
-}
-
-void qt_attention(const qt::AttentionLayer* layer, int64_t num_spans, int64_t num_heads,
-                  const float* queries, float* out) {
-  qt::AttentionPlan plan;
-  qt::plan_attention(plan, layer->spans, int(num_spans), int(num_heads),
-                     int(layer->shape->kv_heads), qt_pool_size());
-  std::atomic<int> next{0};
-  const int64_t stride = num_heads * layer->shape->head_dim;
-  auto body = [&](int, int) { qt::attend(*layer, plan, next, {queries, stride, out, stride}); };
-  qt::pool_run(body);
-}
-
-int64_t qt_tile_bytes(const qt::KvShape* shape) { return int64_t(shape->tile_bytes()); }

@@ -58,11 +58,3 @@ QT_API void qt_workspace_free(void* workspace);
 QT_API void qt_workspace_ticks(const void* workspace, int64_t* ticks);
 
 QT_API void qt_step(const qt::Model* model, const qt::StepBatch* batch, void* workspace);
-
-// The parts alone, for tests and benchmarks. Keys and values [tokens][kv_heads][head_dim] to slots;
-// queries and out [rows][num_heads][head_dim] float.
-QT_API void qt_kv_store(const qt::KvShape* shape, uint8_t* pages, const float* keys,
-                        const float* values, const int64_t* slots, int64_t tokens);
-QT_API void qt_attention(const qt::AttentionLayer* layer, int64_t num_spans, int64_t num_heads,
-                         const float* queries, float* out);
-QT_API int64_t qt_tile_bytes(const qt::KvShape* shape);
