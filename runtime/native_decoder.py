@@ -11,7 +11,7 @@ from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
 from qtool.runtime.kernels.backend import LinearOp
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
-from qtool.runtime.kernels.cpu.native_ops import NativeLinear
+from qtool.runtime.kernels.cpu.native_ops import BLOCK, NativeLinear
 from qtool.runtime.kernels.cpu.step import MAX_HEAD_DIM, TILE, LayerOps, NativeStep, StepModel
 from qtool.runtime.kv_cache import BlockPools, PagedCache
 from qtool.runtime.layers import DecoderLayer
@@ -60,6 +60,9 @@ def why_not_native(decoder: Decoder) -> str | None:
     head_dim = decoder.config.head_dim
     if head_dim % TILE or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}; the native attention takes multiples of 16 up to 256"
+    width = decoder.config.intermediate_size
+    if width % BLOCK:
+        return f"intermediate_size is {width}; the native step takes multiples of {BLOCK}"
     return None
 
 

@@ -102,13 +102,6 @@ class Work {
     }
   }
 
-  void clear(Partial& p) const {
-    for (int r = 0; r < count_; r++) {
-      p.top[r] = NEVER, p.weight[r] = 0;
-      std::memset(p.out + r * ROW_STRIDE, 0, D_ * sizeof(float));
-    }
-  }
-
   void finish(const Partial& result) const {
     for (int r = 0; r < count_; r++) {
       float* to = rows_.out + row(r) * rows_.out_stride + head(r) * D_;
@@ -191,10 +184,11 @@ void run(const AttentionLayer& layer, AttentionPlan& plan, Unit unit, const Atte
   const Item& item = plan.items[unit.item];
   const Work<KIND> work(layer, item, rows);
   Partial result;
-  work.clear(result);
   if (item.partials < 0) {
+    int split = work.first_split();
+    work.split(split, result);
     Partial part;
-    for (int split = work.first_split(); split < item.splits; split++) {
+    while (++split < item.splits) {
       work.split(split, part);
       work.join(result, part);
     }
@@ -204,8 +198,10 @@ void run(const AttentionLayer& layer, AttentionPlan& plan, Unit unit, const Atte
   // Whoever ends an item's last split joins them all.
   const int ended = plan.finished[unit.item].fetch_add(1, std::memory_order_acq_rel) + 1;
   if (ended % item.splits) return;
-  for (int s = 0; s < item.splits; s++) work.join(result, plan.partials[item.partials + s]);
-  work.finish(result);
+  int split = work.first_split();
+  Partial& first = plan.partials[item.partials + split];
+  while (++split < item.splits) work.join(first, plan.partials[item.partials + split]);
+  work.finish(first);
 }
 
 }  // namespace

@@ -41,14 +41,16 @@ static QT_INLINE f32x16 abs(f32x16 a) { return (f32x16)((u32x16)a & 0x7fffffffu)
 // Halves onto halves: always the same tree, so that a sum has the same bits everywhere.
 template <class F, class Join>
 static QT_INLINE auto fold(F v, Join join) {
-  constexpr int COUNT = sizeof v / sizeof v[0];
-  typename std::remove_reference<decltype(v[0])>::type a[COUNT];
-  __builtin_memcpy(a, &v, sizeof v);
-  QT_UNROLL
-  for (int width = COUNT / 2; width; width /= 2)
-    QT_UNROLL
-    for (int i = 0; i < width; i++) a[i] = join(a[i], a[i + width]);
-  return a[0];
+  if constexpr (sizeof v == 2 * sizeof v[0]) {
+    return join(v[0], v[1]);
+  } else {
+    typedef typename std::remove_reference<decltype(v[0])>::type Element;
+    typedef Element Half __attribute__((vector_size(sizeof v / 2)));
+    Half low, high;
+    __builtin_memcpy(&low, &v, sizeof low);
+    __builtin_memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+    return fold(join(low, high), join);
+  }
 }
 template <class F>
 static QT_INLINE auto sum(F v) {
