@@ -20,7 +20,7 @@ from qtool.runtime.loaded_model import LoadedModel
 from qtool.runtime.options import EngineOptions
 from qtool.runtime.outputs import OutputDelta
 from qtool.runtime.request import EngineInfo, EngineStats, Request
-from qtool.runtime.sampler import SamplerRow, make_generator, sample
+from qtool.runtime.sampler import Sampled, SamplerRow, make_generator, sample, sample_likeliest
 from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler, SchedulerConfig
 from qtool.runtime.sequence import Sequence
 from qtool.runtime.tokenizer import Tokenizer
@@ -104,32 +104,44 @@ class Engine:
         if not step.chunks:
             self._scheduler.commit(step)
             return []
-        logits = self._forward(step)
+        generations = [self._generations[chunk.sequence.request_id] for chunk in step.chunks]
         samples = [chunk.samples for chunk in step.chunks]
-        self._scheduler.commit(step)
-        self._count(step)
-        return self._post_process(step.chunks, samples, logits)
-
-    def _forward(self, step: ScheduledStep) -> list[Tensor]:
-        """Logits per chunk: of all rows where prompt log-probabilities are wanted."""
         self._cache.copy_blocks(step.copies)
-        generations = [self._generations[c.sequence.request_id] for c in step.chunks]
+        if all(generation.needs_no_logits for generation in generations):
+            sampled = self._forward_likeliest(step.chunks)
+            self._commit(step)
+            writing = [g for g, done in zip(generations, samples, strict=True) if done]
+            return self._close(self._accept(writing, sampled))
+        logits = self._forward(step.chunks, generations)
+        self._commit(step)
+        return self._close(self._post_process(step.chunks, samples, generations, logits))
+
+    def _forward_likeliest(self, chunks: list[Chunk]) -> list[Sampled]:
+        """Next tokens of the chunks that sample, where the likeliest is all they ask for."""
+        batch = build_batch(chunks, self._block_size, self._decoder.device)
+        return sample_likeliest(*self._decoder.likeliest(batch, self._cache))
+
+    def _forward(self, chunks: list[Chunk], generations: list[Generation]) -> list[Tensor]:
+        """Logits per chunk: of all rows where prompt log-probabilities are wanted."""
         everything = [generation.scores_prompt for generation in generations]
-        batch = build_batch(step.chunks, self._block_size, self._decoder.device, everything)
+        batch = build_batch(chunks, self._block_size, self._decoder.device, everything)
         logits = self._decoder.forward(batch, self._cache)
         counts = [
             chunk.length if whole else int(chunk.samples)
-            for chunk, whole in zip(step.chunks, everything, strict=True)
+            for chunk, whole in zip(chunks, everything, strict=True)
         ]
         return list(logits.split(counts))
 
     def _post_process(
-        self, chunks: list[Chunk], samples: list[bool], logits: list[Tensor]
+        self,
+        chunks: list[Chunk],
+        samples: list[bool],
+        generations: list[Generation],
+        logits: list[Tensor],
     ) -> list[OutputDelta]:
         writing: list[tuple[Generation, Tensor]] = []
         deltas: list[OutputDelta] = []
-        for chunk, done, rows in zip(chunks, samples, logits, strict=True):
-            generation = self._generations[chunk.sequence.request_id]
+        for chunk, done, generation, rows in zip(chunks, samples, generations, logits, strict=True):
             if generation.scores_prompt:
                 generation.record_prompt(chunk, rows)
             if done and generation.only_scores:
@@ -138,12 +150,23 @@ class Engine:
                 writing.append((generation, rows[-1]))
         if writing:
             sampled = sample(torch.stack([r for _, r in writing]), [g.row for g, _ in writing])
-            deltas += [g.accept(token) for (g, _), token in zip(writing, sampled, strict=True)]
-            self._generated_tokens += len(writing)
+            deltas += self._accept([g for g, _ in writing], sampled)
+        return deltas
+
+    def _accept(self, writing: list[Generation], sampled: list[Sampled]) -> list[OutputDelta]:
+        self._generated_tokens += len(writing)
+        return [g.accept(token) for g, token in zip(writing, sampled, strict=True)]
+
+    def _close(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Forget requests that have ended."""
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._scheduler.finish(self._generations.pop(delta.request_id).sequence)
         return deltas
+
+    def _commit(self, step: ScheduledStep) -> None:
+        self._scheduler.commit(step)
+        self._count(step)
 
     def _sampler_row(self, sequence: Sequence) -> SamplerRow:
         params = sequence.params

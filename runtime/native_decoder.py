@@ -48,6 +48,14 @@ class NativeDecoder(Decoder):
         out = self.step.run(batch, cache.pages, cache.block_size)
         return out if isinstance(self.head, NativeLinear) else self.head(out)
 
+    @torch.inference_mode()
+    def likeliest(self, batch: Batch, cache: BlockPools) -> tuple[Tensor, Tensor]:
+        """See :meth:`Decoder.likeliest`; logits exist 32 at a time."""
+        assert isinstance(cache, PagedCache)
+        if not isinstance(self.head, NativeLinear):
+            return Decoder.likeliest(self, batch, cache)
+        return self.step.run_likeliest(batch, cache.pages, cache.block_size)
+
 
 def why_not_native(decoder: Decoder) -> str | None:
     """What keeps a decoder from running as one native call, or ``None``."""
