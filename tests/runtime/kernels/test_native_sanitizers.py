@@ -1,4 +1,4 @@
-"""Native linear layers, attention, the step and the thread pool under AddressSanitizer, UBSan and ThreadSanitizer."""
+"""Native linears, attention, step and thread pool under the address, UB and thread sanitizers."""
 
 from __future__ import annotations
 
