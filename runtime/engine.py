@@ -19,7 +19,7 @@ from qtool.runtime.loaded_model import LoadedModel
 from qtool.runtime.options import EngineOptions
 from qtool.runtime.outputs import OutputDelta
 from qtool.runtime.request import EngineInfo, EngineStats, Request
-from qtool.runtime.sampler import SamplerRow, make_generator, sample
+from qtool.runtime.sampler import Sampled, SamplerRow, make_generator, sample, sample_likeliest
 from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler, SchedulerConfig
 from qtool.runtime.sequence import Sequence
 from qtool.runtime.tokenizer import Tokenizer
@@ -103,38 +103,55 @@ class Engine:
         if not step.chunks:
             self._scheduler.commit(step)
             return []
-        logits, counts = self._forward(step)
+        generations = [self._generations[chunk.sequence.request_id] for chunk in step.chunks]
         samples = [chunk.samples for chunk in step.chunks]
-        self._scheduler.commit(step)
-        self._count(step)
-        return self._post_process(step.chunks, samples, logits, counts)
+        self._cache.copy_blocks(step.copies)
+        if all(generation.needs_no_logits for generation in generations):
+            sampled = self._forward_likeliest(step.chunks)
+            self._commit(step)
+            writing = [g for g, done in zip(generations, samples, strict=True) if done]
+            return self._close(self._accept(writing, sampled))
+        logits, counts = self._forward(step.chunks, generations)
+        self._commit(step)
+        return self._close(self._post_process(step.chunks, samples, generations, logits, counts))
 
-    def _forward(self, step: ScheduledStep) -> tuple[Tensor, list[int]]:
+    def _forward_likeliest(self, chunks: list[Chunk]) -> list[Sampled]:
+        """Next tokens of the chunks that sample, where the likeliest is all they ask for."""
+        batch = build_batch(chunks, self._block_size, self._decoder.device)
+        return sample_likeliest(*self._decoder.likeliest(batch, self._cache))
+
+    def _forward(
+        self, chunks: list[Chunk], generations: list[Generation]
+    ) -> tuple[Tensor, list[int]]:
         """Logits [R, vocab] and how many of the rows are each chunk's.
 
         A chunk has all its rows where prompt log-probabilities are wanted, else one if it samples.
         """
-        self._cache.copy_blocks(step.copies)
-        generations = [self._generations[c.sequence.request_id] for c in step.chunks]
         everything = [generation.scores_prompt for generation in generations]
-        batch = build_batch(step.chunks, self._block_size, self._decoder.device, everything)
+        batch = build_batch(chunks, self._block_size, self._decoder.device, everything)
         logits = self._decoder.forward(batch, self._cache)
         counts = [
             chunk.length if whole else int(chunk.samples)
-            for chunk, whole in zip(step.chunks, everything, strict=True)
+            for chunk, whole in zip(chunks, everything, strict=True)
         ]
         return logits, counts
 
     def _post_process(
-        self, chunks: list[Chunk], samples: list[bool], logits: Tensor, counts: list[int]
+        self,
+        chunks: list[Chunk],
+        samples: list[bool],
+        generations: list[Generation],
+        logits: Tensor,
+        counts: list[int],
     ) -> list[OutputDelta]:
         writing: list[Generation] = []
         last_rows: list[int] = []
         deltas: list[OutputDelta] = []
         end = 0
-        for chunk, done, count in zip(chunks, samples, counts, strict=True):
+        for chunk, done, generation, count in zip(
+            chunks, samples, generations, counts, strict=True
+        ):
             start, end = end, end + count
-            generation = self._generations[chunk.sequence.request_id]
             if generation.scores_prompt:
                 generation.record_prompt(chunk, logits[start:end])
             if done and generation.only_scores:
@@ -146,12 +163,23 @@ class Engine:
             # A copy of 32 rows of 49,152 costs as much as the rest of the host's work in a step.
             logits = logits if len(last_rows) == len(logits) else logits[last_rows]
             sampled = sample(logits, [generation.row for generation in writing])
-            deltas += [g.accept(token) for g, token in zip(writing, sampled, strict=True)]
-            self._generated_tokens += len(writing)
+            deltas += self._accept(writing, sampled)
+        return deltas
+
+    def _accept(self, writing: list[Generation], sampled: list[Sampled]) -> list[OutputDelta]:
+        self._generated_tokens += len(writing)
+        return [g.accept(token) for g, token in zip(writing, sampled, strict=True)]
+
+    def _close(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Forget requests that have ended."""
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._scheduler.finish(self._generations.pop(delta.request_id).sequence)
         return deltas
+
+    def _commit(self, step: ScheduledStep) -> None:
+        self._scheduler.commit(step)
+        self._count(step)
 
     def _sampler_row(self, sequence: Sequence) -> SamplerRow:
         params = sequence.params

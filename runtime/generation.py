@@ -38,6 +38,11 @@ class Generation:
         wanted = self.sequence.params.prompt_logprobs is not None
         return wanted and len(self._prompt_logprobs) < len(self.sequence.prompt_token_ids)
 
+    @property
+    def needs_no_logits(self) -> bool:
+        """Whether a step needs nothing but the likeliest token."""
+        return self.row.needs_no_logits and not self.scores_prompt and not self.only_scores
+
     def record_prompt(self, chunk: Chunk, logits: Tensor) -> None:
         """Score the prompt tokens that follow a chunk's rows; logits [chunk.length, vocab]."""
         count = self.sequence.params.prompt_logprobs

@@ -78,3 +78,12 @@ class Decoder:
             return x.new_empty(0, config.vocab_size)
         rows = backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
         return self.head(rows)
+
+    def likeliest(self, batch: Batch, cache: BlockPools) -> tuple[Tensor, Tensor]:
+        """The largest logit of each of ``batch.logit_rows``, float32 [R], and its token, int64 [R].
+
+        Of equals the lowest token; NaN if any logit of the row is. For steps in which nobody asks
+        for more: a decoder may then do without a table of logits.
+        """
+        best, tokens = self.forward(batch, cache).max(dim=-1)
+        return best, tokens

@@ -11,7 +11,7 @@ from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
 from qtool.runtime.kernels.backend import LinearOp
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
-from qtool.runtime.kernels.cpu.native_ops import NativeLinear
+from qtool.runtime.kernels.cpu.native_ops import BLOCK, NativeLinear
 from qtool.runtime.kernels.cpu.step import MAX_HEAD_DIM, TILE, LayerOps, NativeStep, StepModel
 from qtool.runtime.kv_cache import BlockPools, PagedCache
 from qtool.runtime.layers import DecoderLayer
@@ -48,6 +48,14 @@ class NativeDecoder(Decoder):
         out = self.step.run(batch, cache.pages, cache.block_size)
         return out if isinstance(self.head, NativeLinear) else self.head(out)
 
+    @torch.inference_mode()
+    def likeliest(self, batch: Batch, cache: BlockPools) -> tuple[Tensor, Tensor]:
+        """See :meth:`Decoder.likeliest`; logits exist 32 at a time."""
+        assert isinstance(cache, PagedCache)
+        if not isinstance(self.head, NativeLinear):
+            return Decoder.likeliest(self, batch, cache)
+        return self.step.run_likeliest(batch, cache.pages, cache.block_size)
+
 
 def why_not_native(decoder: Decoder) -> str | None:
     """What keeps a decoder from running as one native call, or ``None``."""
@@ -60,6 +68,9 @@ def why_not_native(decoder: Decoder) -> str | None:
     head_dim = decoder.config.head_dim
     if head_dim % TILE or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}; the native attention takes multiples of 16 up to 256"
+    width = decoder.config.intermediate_size
+    if width % BLOCK:
+        return f"intermediate_size is {width}; the native step takes multiples of {BLOCK}"
     return None
 
 

@@ -75,6 +75,11 @@ class SamplerRow:
         """Whether nothing is left to chance."""
         return self.params.greedy or self.params.top_k == 1
 
+    @property
+    def needs_no_logits(self) -> bool:
+        """Whether the likeliest token of this step is all that is asked for."""
+        return self.takes_likeliest and not self.changes_logits and self.params.logprobs is None
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -111,6 +116,20 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     tokens = _choose(_adjusted(logits, rows), rows)
     reports = _reports(logits, tokens, rows)
     return [Sampled(*pair) for pair in zip(tokens, reports, strict=True)]
+
+
+def sample_likeliest(best: Tensor, tokens: Tensor) -> list[Sampled]:
+    """:func:`sample` for rows that all need no logits.
+
+    Args:
+        best: [rows], the largest logit of each row, NaN if one of them is.
+        tokens: int64 [rows], where it is; of equals the lowest.
+
+    Raises:
+        EngineError: NaN or infinite logits, or none but minus infinity.
+    """
+    _check_finite(best)
+    return [Sampled(token) for token in tokens.tolist()]
 
 
 def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Logprobs]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qtool.errors import EngineError
-from qtool.runtime.sampler import SamplerRow, make_generator, sample
+from qtool.runtime.sampler import SamplerRow, make_generator, sample, sample_likeliest
 from qtool.runtime.sampling_params import SamplingParams
 
 VOCAB = 37  # odd, so that rows of a batch begin at every alignment
@@ -269,3 +269,35 @@ def test_a_vocabulary_of_a_quarter_million_is_drawn_to_its_end() -> None:
     assert max(counts) > 0.8 * size and min(counts) < 0.2 * size
     logits[0, :-1] = -20.0  # the others together weigh 0.0005
     assert _draws(logits, 50, seed=3)[size - 1] >= 48
+
+
+class TestWithoutLogits:
+    """Rows that ask for the likeliest token only."""
+
+    def test_their_tokens_are_those_of_the_logits(self) -> None:
+        logits = _logits(5, rows=9).round()  # with ties
+        best, tokens = logits.max(dim=-1)
+        assert sample_likeliest(best, tokens) == sample(logits, [_row(temperature=0.0)] * 9)
+
+    @pytest.mark.parametrize(
+        ("needs_none", "settings"),
+        [
+            (True, {"temperature": 0.0}),
+            (True, {"top_k": 1}),
+            (False, {}),
+            (False, {"temperature": 0.0, "logprobs": 0}),
+            (False, {"temperature": 0.0, "min_tokens": 1}),
+            (False, {"temperature": 0.0, "frequency_penalty": 0.1}),
+            (False, {"temperature": 0.0, "logit_bias": {3: 1.0}}),
+            (False, {"temperature": 0.0, "bad_words": ((4,),)}),
+        ],
+    )
+    def test_whoever_asks_for_more_needs_them(
+        self, needs_none: bool, settings: dict[str, object]
+    ) -> None:
+        words = settings.pop("bad_words", ())
+        assert _row(bad_words=words, **settings).needs_no_logits == needs_none  # type: ignore[arg-type]
+
+    def test_a_nan_is_an_error(self) -> None:
+        with pytest.raises(EngineError, match=r"row 1 .*dtype"):
+            sample_likeliest(torch.tensor([1.0, torch.nan]), torch.tensor([3, 4]))

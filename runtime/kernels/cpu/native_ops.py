@@ -36,6 +36,8 @@ GROUP_MULTIPLE = 8
 MAX_GROUP = 128
 # Activations of a weight with one scale a row share a scale in runs of this many.
 ROW_GROUP = 64
+# Columns of a packed block, BLOCK_COLUMNS of native/gemm.h.
+BLOCK = 32
 ALIGNMENT = 64
 
 _SCALE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -131,6 +133,7 @@ class NativeLinear(LinearOp):
             _address(zeros),
             ctypes.c_void_p(self._packed.data_ptr()),
         )
+        self._interleaved = False
         self._bias = None if bias is None else _padded(bias)
         self._struct.bias = None if self._bias is None else self._bias.data_ptr()
         self.num_bytes = tensor_bytes(self._packed, self._bias)
@@ -160,6 +163,17 @@ class NativeLinear(LinearOp):
         struct.scale_type = _SCALE_TYPES[scales.dtype]
         return weight.codes.contiguous(), scales.contiguous(), zeros.contiguous()
 
+    def interleave_halves(self) -> None:
+        """Let a block of :data:`BLOCK` columns of the first half of out_features, a multiple of it,
+        be followed by its counterpart of the second half. Results keep their order.
+        """
+        assert self._struct.n % (2 * BLOCK) == 0 and not self._interleaved
+        self._packed.copy_(_interleaved(self._packed, self._struct.block_bytes))
+        if self._bias is not None:
+            self._bias = _interleaved(self._bias, BLOCK)
+            self._struct.bias = self._bias.data_ptr()
+        self._interleaved = True
+
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype not in _VALUE_TYPES:
             return self(x.float()).to(x.dtype)
@@ -180,7 +194,7 @@ class NativeLinear(LinearOp):
             ctypes.c_int64(rows),
             ctypes.c_void_p(workspace.data_ptr()),
         )
-        return out
+        return out.view(rows, -1, 2, BLOCK).transpose(1, 2).flatten(1) if self._interleaved else out
 
 
 def native_size(library: ctypes.CDLL, struct: LinearStruct) -> int:
@@ -198,7 +212,12 @@ def _aligned(size: int) -> Tensor:
 
 def _padded(bias: Tensor) -> Tensor:
     """Float32 with zeros up to whole blocks of 32 columns."""
-    return torch.nn.functional.pad(bias.float(), (0, -bias.shape[0] % 32)).contiguous()
+    return torch.nn.functional.pad(bias.float(), (0, -bias.shape[0] % BLOCK)).contiguous()
+
+
+def _interleaved(x: Tensor, width: int) -> Tensor:
+    """Runs of ``width`` items of the first half of ``x`` and of the second in turn."""
+    return x.view(2, -1, width).transpose(0, 1).flatten()
 
 
 def _address(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -84,7 +84,7 @@ class _Model(ctypes.Structure):
 class _Batch(ctypes.Structure):
     _fields_ = [
         *_pointers("token_ids", "positions", "slots", "spans", "block_tables", "logit_rows"),
-        *_pointers("out"),
+        *_pointers("out", "likeliest"),
         *_numbers("rows", "num_spans", "table_width", "num_logits"),
     ]
 
@@ -135,6 +135,8 @@ class NativeStep:
     def __init__(self, library: ctypes.CDLL, model: StepModel) -> None:
         self._library, self._model = library, model
         declare(library)
+        for layer in model.layers:
+            layer.gate_up.interleave_halves()
         # The structs hold addresses: what they point at must live as long.
         self._alive: list[object] = []
         self._layers = (_Layer * len(model.layers))(*map(self._layer, model.layers))
@@ -159,8 +161,32 @@ class NativeStep:
         Args:
             pages: uint8 [layers, num_blocks, page_bytes]; gains the batch's rows.
         """
-        self._use_pages(pages, block_size)
         out = torch.empty(len(batch.logit_rows), self._width)
+        self._run(batch, pages, block_size, out, None)
+        return out
+
+    def run_likeliest(
+        self, batch: StepLayout, pages: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """The largest logit of each of ``batch.logit_rows``, float32 [R], and its token, int64 [R].
+
+        Of equals the lowest token; NaN if any logit of the row is. The model has a head.
+        """
+        assert self._model.head is not None
+        count = len(batch.logit_rows)
+        best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
+        self._run(batch, pages, block_size, best, tokens)
+        return best, tokens
+
+    def _run(
+        self,
+        batch: StepLayout,
+        pages: Tensor,
+        block_size: int,
+        out: Tensor,
+        likeliest: Tensor | None,
+    ) -> None:
+        self._use_pages(pages, block_size)
         numbers = [n for s in batch.spans for n in (s.start, s.length, s.context_len)]
         spans = (ctypes.c_int64 * len(numbers))(*numbers)
         struct = _Batch(
@@ -171,13 +197,13 @@ class NativeStep:
             batch.block_tables.data_ptr(),
             batch.logit_rows.data_ptr(),
             out.data_ptr(),
+            None if likeliest is None else likeliest.data_ptr(),
             len(batch.token_ids),
             len(batch.spans),
             batch.block_tables.shape[1],
             len(batch.logit_rows),
         )
         self._library.qt_step(self._struct, struct, self._workspace)
-        return out
 
     def ticks(self) -> dict[str, int]:
         """Clock ticks of each phase so far, on one thread."""

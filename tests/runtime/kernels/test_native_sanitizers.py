@@ -1,4 +1,4 @@
-"""Native linear layers and the thread pool under AddressSanitizer, UBSan and ThreadSanitizer."""
+"""Native linears, attention, step and thread pool under the address, UB and thread sanitizers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 from qtool.runtime.kernels.cpu.build import SOURCES, recipe
 from support.native import LEVELS
 
-DRIVER = Path(__file__).parents[2] / "support" / "native_driver.cpp"
-# The step and its attention have a driver's worth of set-up in Python; they are left out here.
-LINEAR = ("pool", "acts", "gemm", "gemm_int8", "gemm_bf16", "gemm_float", "linear")
+DRIVERS = Path(__file__).parents[2] / "support"
 SANITIZERS = {
     # Without optimization, because gcc takes minutes to optimize what it instruments here.
     "address": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -25,11 +23,12 @@ SANITIZERS = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SANITIZERS)
-def test_sanitizers_find_nothing(name: str, level: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", ["native_driver.cpp", "native_step_driver.cpp"])
+def test_sanitizers_find_nothing(driver: str, name: str, level: str, tmp_path: Path) -> None:
     made = recipe(level, ("-g", f"-I{SOURCES}", *SANITIZERS[name]))
-    sources = [str(SOURCES / f"{part}.cpp") for part in LINEAR]
+    sources = sorted(map(str, SOURCES.glob("*.cpp")))
     program = str(tmp_path / "driver")
-    command = [*made.compiler, *made.flags, str(DRIVER), *sources, "-o", program]
+    command = [*made.compiler, *made.flags, str(DRIVERS / driver), *sources, "-o", program]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if "cannot find" in built.stderr and "san" in built.stderr:
         pytest.skip(f"the compiler has no {name} sanitizer")

@@ -1,7 +1,8 @@
 // One step of the whole decoder in one call: every layer, over the rows of a ragged batch.
 //
-// All threads run the same function and meet at barriers, seven a layer: a region per operation
-// would cost more than the small operations of a decode step. The structs are mirrored, field by
+// All threads run the same function and meet at barriers, five a layer for one or two rows, eight for
+// a decode step of more, nine with prompts: a region per operation would cost more than the small
+// operations of a decode step. The structs are mirrored, field by
 // field, in qtool.runtime.kernels.cpu.step, which fills them from the one model definition.
 #pragma once
 
@@ -15,7 +16,7 @@ struct Layer {
   const float* post_attention_norm;  // the same
   const Linear* qkv;
   const Linear* output;
-  const Linear* gate_up;
+  const Linear* gate_up;  // a block of 32 columns of the gate, its 32 of up, the next of the gate
   const Linear* down;
   uint8_t* pages;  // this layer's part of the cache; kv_pages.h
   float scale;     // of attention scores
@@ -42,9 +43,13 @@ struct StepBatch {
   const Span* spans;           // [num_spans], rows in order
   const int64_t* block_tables;  // [num_spans][table_width]
   const int64_t* logit_rows;   // [num_logits]
-  float* out;                  // [num_logits][vocab], or [num_logits][hidden] without a head
+  float* out;           // [num_logits][vocab], or [num_logits][hidden] without a head
+  int64_t* likeliest;   // null, or [num_logits]: tokens instead of logits; out is [num_logits] then
   int64_t rows, num_spans, table_width, num_logits;
 };
+
+// Rows up to which every thread prepares all activations for itself: cheaper than a barrier.
+constexpr int FEW_ROWS = 2;
 
 // Where the time of a step went, in clock ticks of thread 0, added up over steps.
 enum Phase { EMBED, NORM, QKV, ROTATE, ATTEND, OUTPUT, GATE_UP, DOWN, HEAD, WAIT, NUM_PHASES };
@@ -58,11 +63,3 @@ QT_API void qt_workspace_free(void* workspace);
 QT_API void qt_workspace_ticks(const void* workspace, int64_t* ticks);
 
 QT_API void qt_step(const qt::Model* model, const qt::StepBatch* batch, void* workspace);
-
-// The parts alone, for tests and benchmarks. Keys and values [tokens][kv_heads][head_dim] to slots;
-// queries and out [rows][num_heads][head_dim] float.
-QT_API void qt_kv_store(const qt::KvShape* shape, uint8_t* pages, const float* keys,
-                        const float* values, const int64_t* slots, int64_t tokens);
-QT_API void qt_attention(const qt::AttentionLayer* layer, int64_t num_spans, int64_t num_heads,
-                         const float* queries, float* out);
-QT_API int64_t qt_tile_bytes(const qt::KvShape* shape);

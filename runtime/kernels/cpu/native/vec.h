@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace qt {
 
@@ -33,41 +34,51 @@ static QT_INLINE f32x16 all(float x) { return x - f32x16{}; }
 static QT_INLINE i32x16 lane_numbers() {
   return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 }
-static QT_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+template <class F>
+static QT_INLINE F max(F a, F b) { return a > b ? a : b; }
 static QT_INLINE f32x16 abs(f32x16 a) { return (f32x16)((u32x16)a & 0x7fffffffu); }
 
 // Halves onto halves: always the same tree, so that a sum has the same bits everywhere.
-template <class Join>
-static QT_INLINE float fold(f32x16 v, Join join) {
-  float a[LANES];
-  store(a, v);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) a[i] = join(a[i], a[i + width]);
-  return a[0];
+template <class F, class Join>
+static QT_INLINE auto fold(F v, Join join) {
+  if constexpr (sizeof v == 2 * sizeof v[0]) {
+    return join(v[0], v[1]);
+  } else {
+    typedef typename std::remove_reference<decltype(v[0])>::type Element;
+    typedef Element Half __attribute__((vector_size(sizeof v / 2)));
+    Half low, high;
+    __builtin_memcpy(&low, &v, sizeof low);
+    __builtin_memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+    return fold(join(low, high), join);
+  }
 }
-static QT_INLINE float sum(f32x16 v) {
-  return fold(v, [](float a, float b) { return a + b; });
+template <class F>
+static QT_INLINE auto sum(F v) {
+  return fold(v, [](auto a, auto b) { return a + b; });
 }
-static QT_INLINE float highest(f32x16 v) {
-  return fold(v, [](float a, float b) { return a > b ? a : b; });
+template <class F>
+static QT_INLINE auto highest(F v) {
+  return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // e**x for x <= 88 with a relative error of 3e-7: Cody and Waite's reduction (1980, chapter 6) and
 // the Taylor polynomial of degree 6 on half a binade. Below -87 it is 2**-126 or so, never denormal.
-static QT_INLINE f32x16 exp(f32x16 x) {
-  x = x < -87.f ? all(-87.f) : x;  // NaN stays NaN
+template <class F>
+static QT_INLINE F exp(F x) {
+  typedef decltype(x < x) Integers;
+  x = x < -87.f ? F{} - 87.f : x;  // NaN stays NaN
   const float round = 12582912.f;  // 1.5 * 2**23: adding it leaves the integer in the low bits
-  f32x16 shifted = x * 1.44269504f + round;
-  f32x16 n = shifted - round;
-  f32x16 r = x - n * 0.693145752f - n * 1.42860677e-6f;
-  f32x16 p = r * (1.f / 720) + 1.f / 120;
+  F shifted = x * 1.44269504f + round;
+  F n = shifted - round;
+  F r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  F p = r * (1.f / 720) + 1.f / 120;
   p = p * r + 1.f / 24;
   p = p * r + 1.f / 6;
   p = p * r + .5f;
   p = p * r + 1.f;
   p = p * r + 1.f;
-  i32x16 power = ((i32x16)shifted - 0x4b400000 + 127) << 23;
-  return p * (f32x16)power;
+  Integers power = ((Integers)shifted - 0x4b400000 + 127) << 23;
+  return p * (F)power;
 }
 static QT_INLINE f32x16 silu(f32x16 x) { 
   return x / (1.f + exp(x < -88.f ? all(88.f) : -x));

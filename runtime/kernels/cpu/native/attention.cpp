@@ -1,0 +1,245 @@
+#include "attention.h"
+
+#include "pool.h"
+#include "softmax.h"
+
+namespace qt {
+namespace {
+
+struct Queries {
+  alignas(64) float rows[ROWS * ROW_STRIDE];  // items: scaled floats, or pairs of integers
+  IntegerRow integers[ROWS];
+};
+
+void put_float_row(const float* x, int D, float scale, float* items) {
+  for (int d = 0; d < D; d += WIDTH) store_vector(items + d, load_vector<vf>(x + d) * scale);
+}
+
+IntegerRow put_integer_row(const float* x, int D, float scale, float* items) {
+  vf most{}, nothing{};
+  for (int d = 0; d < D; d += WIDTH) {
+    const vf v = load_vector<vf>(x + d);
+    most = max(most, max(v, -v));
+    nothing += v * 0.f;
+  }
+  // `nothing` is not finite if an element is not: then no score is.
+  const float largest = highest(most);
+  const float inverse = largest > 1e-30f && largest < 3e38f ? INTEGER_TOP / largest : 0;
+  vi integers{};
+  for (int d = 0; d < D; d += WIDTH) {
+    const vi integer = to_integer(load_vector<vf>(x + d) * inverse);
+    store_pairs(items, d, integer);
+    integers += integer;
+  }
+  return {largest * (scale / INTEGER_TOP) + sum(nothing), sum(integers)};
+}
+
+// One item's share of a layer.
+template <int KIND>
+class Work {
+ public:
+  Work(const AttentionLayer& layer, const Item& item, const AttentionRows& rows)
+      : layer_(layer),
+        item_(item),
+        rows_(rows),
+        D_(int(layer.shape->head_dim)),
+        count_(item.tokens * item.heads),
+        position_(layer.spans[item.span].context - layer.spans[item.span].length + item.first) {
+    load_queries();
+  }
+
+  // The first split that a row's window reaches.
+  int first_split() const { return int(lowest(0) / SPLIT); }
+
+  void split(int number, Partial& out) const {
+    const int64_t start = int64_t(number) * SPLIT;
+    const int begin = int(std::max<int64_t>(0, lowest(0) - start)) / TILE * TILE;
+    const int end = int(std::min<int64_t>(SPLIT, position_ + item_.tokens - start));
+    if (begin >= end) {  // the window has left this split
+      for (int r = 0; r < count_; r++) out.top[r] = NEVER;
+      return;
+    }
+    const uint8_t* tiles[SPLIT_TILES] = {};
+    for (int t = begin / TILE; t * TILE < end; t++)
+      tiles[t] = layer_.tile(item_.span, start + t * TILE, item_.kv_head);
+    Words words;
+    alignas(64) float scores[ROWS * ROW_STRIDE];
+    find_keys(tiles, begin, end, words);
+    multiply<KIND>(words, count_, queries_.rows, scores + begin);
+    RowWeights weights[ROWS];
+    for (int r = 0; r < count_; r++) {
+      const int token = r / item_.heads;
+      const Seen seen = {int(std::max<int64_t>(lowest(token) - start, 0)),
+                         int(std::min<int64_t>(position_ + token - start, SPLIT))};
+      float* row = scores + r * ROW_STRIDE;
+      if constexpr (KIND == KV_INT8)
+        weights[r] = soften_int8(tiles, seen, begin, whole(end), queries_.integers[r], row);
+      else
+        weights[r] = soften(seen, begin, whole(end), row);
+      out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
+    }
+    find_values(tiles, begin, end, words);
+    multiply<KIND>(words, count_, scores + begin / Stored<KIND>::PER_ITEM, out.out);
+    if constexpr (KIND == KV_INT8) to_floats(weights, out);
+  }
+
+  // Adds `part`, the next split, to `into`. Not inlined, as all callers must get the same bits: of
+  // two products in a sum the compiler may fuse either one.
+  QT_NOINLINE void join(Partial& into, const Partial& part) const {
+    for (int r = 0; r < count_; r++) {
+      const float top = std::max(into.top[r], part.top[r]);
+      if (part.top[r] == NEVER) continue;
+      vf shift = spread(part.top[r] - top);
+      shift[0] = into.top[r] - top;
+      const vf decay = exp(shift);
+      const vf a = spread(into.top[r] == NEVER ? 0.f : decay[0]), b = spread(decay[1]);
+      float *sums = into.out + r * ROW_STRIDE;
+      const float* more = part.out + r * ROW_STRIDE;
+      into.top[r] = top;
+      into.weight[r] = into.weight[r] * a[0] + part.weight[r] * b[0];
+      for (int d = 0; d < D_; d += WIDTH)
+        store_vector(sums + d, load_vector<vf>(sums + d) * a + load_vector<vf>(more + d) * b);
+    }
+  }
+
+  void finish(const Partial& result) const {
+    for (int r = 0; r < count_; r++) {
+      float* to = rows_.out + row(r) * rows_.out_stride + head(r) * D_;
+      const float* from = result.out + r * ROW_STRIDE;
+      for (int d = 0; d < D_; d += WIDTH)
+        store_vector(to + d, load_vector<vf>(from + d) / result.weight[r]);
+    }
+  }
+
+ private:
+  static int whole(int tokens) { return (tokens + TILE - 1) / TILE * TILE; }
+  int64_t row(int r) const { return layer_.spans[item_.span].start + item_.first + r / item_.heads; }
+  int head(int r) const { return item_.head + r % item_.heads; }
+  int64_t lowest(int token) const {
+    return layer_.window ? std::max<int64_t>(0, position_ + token - layer_.window + 1) : 0;
+  }
+
+  void load_queries() {
+    for (int r = 0; r < count_; r++) {
+      const float* x = rows_.queries + row(r) * rows_.query_stride + head(r) * D_;
+      alignas(64) float turned[MAX_HEAD_DIM];
+      if (rows_.rotary) {
+        std::memcpy(turned, x, D_ * sizeof(float));
+        rotate(*rows_.rotary, D_, position_ + r / item_.heads, turned);
+        x = turned;
+      }
+      float* items = queries_.rows + r * ROW_STRIDE;
+      if constexpr (KIND == KV_INT8)
+        queries_.integers[r] = put_integer_row(x, D_, layer_.scale, items);
+      else
+        put_float_row(x, D_, layer_.scale, items);
+    }
+  }
+
+  // Columns are tokens from `begin` on, items the dimensions.
+  void find_keys(const uint8_t* const* tiles, int begin, int end, Words& words) const {
+    using S = Stored<KIND>;
+    words.items = D_ / S::PER_ITEM;
+    words.vectors = whole(end - begin) / WIDTH;
+    const uint8_t* first = tiles[begin / TILE];
+    for (int s = 0; s < words.items / S::PARTS; s++)
+      words.steps[s] = first + S::HEADER + s * TILE * sizeof(float);
+    for (int v = 0; v < words.vectors; v++)
+      words.columns[v] = tiles[begin / TILE + v / TILE_VECTORS] - first +
+                         v % TILE_VECTORS * VECTOR_BYTES;
+  }
+
+  // Columns are the dimensions, items the tokens from `begin` to `end`. None beyond: what is not the
+  // sequence's own may be NaN, and weights of 0 do not hide a NaN.
+  void find_values(const uint8_t* const* tiles, int begin, int end, Words& words) const {
+    using S = Stored<KIND>;
+    constexpr int NEIGHBOURS = S::PARTS * S::PER_ITEM;
+    words.items = (end - begin + S::PER_ITEM - 1) / S::PER_ITEM;
+    words.vectors = D_ / WIDTH;
+    for (int t = begin, s = 0; t < end; t += NEIGHBOURS, s++)
+      words.steps[s] = tiles[t / TILE] + S::HEADER +
+                       (D_ * TILE / NEIGHBOURS + t % TILE / NEIGHBOURS * D_) * sizeof(float);
+    for (int v = 0; v < words.vectors; v++) words.columns[v] = v * VECTOR_BYTES;
+  }
+
+  void to_floats(const RowWeights* weights, Partial& out) const {
+    for (int r = 0; r < count_; r++)
+      for (int d = 0; d < D_; d += WIDTH) {
+        float* at = out.out + r * ROW_STRIDE + d;
+        const vf value = to_float(load_vector<vi>(at) + weights[r].offset);
+        store_vector(at, multiply_add(value, spread(weights[r].scale), spread(weights[r].middle)));
+      }
+  }
+
+  const AttentionLayer& layer_;
+  const Item& item_;
+  const AttentionRows& rows_;
+  const int D_, count_;
+  const int64_t position_;  // of the first token
+  Queries queries_;
+};
+
+template <int KIND>
+void run(const AttentionLayer& layer, AttentionPlan& plan, Unit unit, const AttentionRows& rows) {
+  const Item& item = plan.items[unit.item];
+  const Work<KIND> work(layer, item, rows);
+  Partial result;
+  if (item.partials < 0) {
+    int split = work.first_split();
+    work.split(split, result);
+    Partial part;
+    while (++split < item.splits) {
+      work.split(split, part);
+      work.join(result, part);
+    }
+    return work.finish(result);
+  }
+  work.split(unit.split, plan.partials[item.partials + unit.split]);
+  // Whoever ends an item's last split joins them all.
+  const int ended = plan.finished[unit.item].fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (ended % item.splits) return;
+  int split = work.first_split();
+  Partial& first = plan.partials[item.partials + split];
+  while (++split < item.splits) work.join(first, plan.partials[item.partials + split]);
+  work.finish(first);
+}
+
+}  // namespace
+
+void attend_unit(const AttentionLayer& layer, AttentionPlan& plan, Unit unit,
+                 const AttentionRows& rows) {
+  if (layer.shape->kind == KV_FP32) run<KV_FP32>(layer, plan, unit, rows);
+  else if (layer.shape->kind == KV_BF16) run<KV_BF16>(layer, plan, unit, rows);
+  else run<KV_INT8>(layer, plan, unit, rows);
+}
+
+void rotate(const Rotary& rotary, int head_dim, int64_t position, float* x) {
+  const int half = head_dim / 2;
+  const float *cos = rotary.cos + position * half, *sin = rotary.sin + position * half;
+  int i = 0;
+  for (; i + WIDTH <= half; i += WIDTH) {
+    const vf a = load_vector<vf>(x + i), b = load_vector<vf>(x + i + half);
+    const vf c = load_vector<vf>(cos + i), s = load_vector<vf>(sin + i);
+    store_vector(x + i, a * c - b * s);
+    store_vector(x + i + half, b * c + a * s);
+  }
+  for (; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+}  // namespace qt
+
+void qt_attention(const qt::AttentionLayer* layer, int64_t num_spans, int64_t num_heads,
+                  const float* queries, float* out) {
+  qt::AttentionPlan plan;
+  qt::plan_attention(plan, layer->spans, int(num_spans), int(num_heads),
+                     int(layer->shape->kv_heads), qt_pool_size());
+  std::atomic<int> next{0};
+  const int64_t stride = num_heads * layer->shape->head_dim;
+  const qt::AttentionRows rows = {queries, stride, out, stride, nullptr};
+  auto body = [&](int, int) { qt::attend(*layer, plan, next, rows, [](qt::Unit) {}); };
+  qt::pool_run(body);
+}

@@ -1,0 +1,88 @@
+// How the attention of a step is cut into work, the same for all its layers.
+//
+// An item is up to ROWS query rows that share a KV head: the heads of its group, times a few
+// neighbouring tokens of a prompt. Its context is cut into splits of SPLIT tokens, counted from the
+// sequence's first token. Splits depend on a row's own position alone.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "kv_pages.h"
+
+namespace qt {
+
+constexpr int ROWS = 12;
+constexpr int SPLIT = 128;
+constexpr int SPLIT_TILES = SPLIT / TILE;
+// Floats from one row to the next in every buffer of rows: a constant, so that the address of a
+// row's number is a constant offset.
+constexpr int ROW_STRIDE = MAX_HEAD_DIM;
+
+struct Span {  // rows [start, start + length), the last one at position context - 1
+  int64_t start, length, context;
+};
+
+struct Item {
+  int span;
+  int first;     // row within the span
+  int tokens;    // rows of the batch
+  int kv_head;
+  int head;      // first query head
+  int heads;     // query heads a token
+  int splits;    // up to the last row's position
+  int partials;  // first of its entries in AttentionPlan::partials; -1: one thread runs all splits
+};
+
+// Result of an item's rows over part of its context.
+struct Partial {
+  float top[ROWS];     // highest score
+  float weight[ROWS];  // sum of exp(score - top)
+  alignas(64) float out[ROWS * ROW_STRIDE];  // sum of exp(score - top) * value
+};
+
+// One thread's piece of work: a split of an item, or all of them.
+struct Unit {
+  int item, split;
+};
+
+struct AttentionPlan {
+  std::vector<Item> items;
+  std::vector<Unit> units;
+  std::vector<Partial> partials;
+  std::vector<std::atomic<int>> finished;  // splits of an item, over all layers
+};
+
+inline void plan_attention(AttentionPlan& plan, const Span* spans, int num_spans, int num_heads,
+                           int num_kv_heads, int num_threads) {
+  plan.items.clear();
+  plan.units.clear();
+  const int group = num_heads / num_kv_heads, heads = std::min(group, ROWS), tokens = ROWS / heads;
+  for (int kv = 0; kv < num_kv_heads; kv++)
+    for (int h = 0; h < group; h += heads)
+      for (int s = 0; s < num_spans; s++)
+        for (int first = 0; first < spans[s].length; first += tokens) {
+          const int count = std::min(tokens, int(spans[s].length) - first);
+          const int seen = int(spans[s].context - spans[s].length) + first + count;
+          plan.items.push_back({s, first, count, kv, kv * group + h, std::min(heads, group - h),
+                                (seen + SPLIT - 1) / SPLIT, -1});
+        }
+  // Long items first, so that no thread is left with one at the end.
+  std::stable_sort(plan.items.begin(), plan.items.end(),
+                   [](const Item& a, const Item& b) { return a.splits > b.splits; });
+  const bool shared = num_threads > 1 && int(plan.items.size()) < 8 * num_threads;
+  int partials = 0;
+  for (int i = 0; i < int(plan.items.size()); i++) {
+    Item& item = plan.items[i];
+    if (shared && item.splits > 1) item.partials = partials, partials += item.splits;
+    const int units = item.partials < 0 ? 1 : item.splits;
+    for (int split = 0; split < units; split++) plan.units.push_back({i, split});
+  }
+  if (int(plan.partials.size()) < partials) plan.partials.resize(partials);
+  if (plan.finished.size() < plan.items.size())
+    plan.finished = std::vector<std::atomic<int>>(plan.items.size());
+  for (auto& count : plan.finished) count.store(0, std::memory_order_relaxed);
+}
+
+}  // namespace qt

@@ -1,0 +1,70 @@
+// Memory of a decoder's steps, taken by the caller of a step so that its threads never allocate.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+
+#include "step.h"
+
+namespace qt {
+
+class Buffer {
+ public:
+  // At least `count` items at a cache line; what was in them is lost if the buffer grows.
+  template <class T>
+  T* reserve(size_t count) {
+    constexpr size_t ALIGNMENT = 64;
+    const size_t bytes = (count * sizeof(T) / ALIGNMENT + 1) * ALIGNMENT;
+    if (bytes > size_) {
+      memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(ALIGNMENT, bytes)));
+      size_ = bytes;
+    }
+    return get<T>();
+  }
+  template <class T>
+  T* get() const {
+    return reinterpret_cast<T*>(memory_.get());
+  }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* p) const { std::free(p); }
+  };
+  std::unique_ptr<uint8_t, Free> memory_;
+  size_t size_ = 0;
+};
+
+// The likeliest token of a row so far, and its logit; NaN once there was one.
+struct Likeliest {
+  float logit;
+  int64_t token;
+};
+
+struct Workspace {
+  Buffer residual, wide, heads, acts, gated_acts;
+  Buffer own_acts[MAX_THREADS], own_rows[MAX_THREADS], own_likeliest[MAX_THREADS];
+  AttentionPlan plan;
+  std::vector<std::atomic<int>> next;  // unit of attention, a counter a layer
+  int64_t ticks[NUM_PHASES] = {};
+};
+
+// A step's constants and buffers, shared by its threads.
+struct Step {
+  const Model& model;
+  const StepBatch& batch;
+  Workspace& space;
+  int rows, hidden, padded_hidden, qkv_width, mlp_width;
+  bool decode;      // every sequence has one row, and no item shares another's new token
+  float* residual;  // [rows][padded_hidden], zeros beyond hidden
+  float* wide;      // [rows][qkv_width]
+  float* heads;     // [rows][num_heads * head_dim]
+};
+
+// Channels of the gated product that one thread makes at a time: whole groups of the activations
+// that they become, and whole blocks of gate and up.
+int gated_unit(const Linear& down);
+
+// Buffers and the plan of attention for one step.
+Step prepare(const Model& model, const StepBatch& batch, Workspace& space, int num_threads);
+
+}  // namespace qt
