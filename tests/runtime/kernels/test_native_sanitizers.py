@@ -13,7 +13,7 @@ from support.native import LEVELS
 
 DRIVER = Path(__file__).parents[2] / "support" / "native_driver.cpp"
 # The step and its attention have a driver's worth of set-up in Python; they are left out here.
-LINEAR = ("pool", "acts", "gemm", "gemm_int8", "gemm_bf16", "gemm_float", "linear")
+LINEAR = ("pool", "acts", "gemm", "gemm_int8", "gemm_exact", "gemm_amx", "linear")
 SANITIZERS = {
     # Without optimization, because gcc takes minutes to optimize what it instruments here.
     "address": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),

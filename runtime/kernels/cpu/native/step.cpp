@@ -151,12 +151,11 @@ class Thread {
       return acts;
     }
     const Acts acts = acts_at(w, rows, step_.space.acts.reserve<uint8_t>(0));
-    const int tiles = num_row_tiles(rows);
-    if (tiles >= 2 * count_) {
+    if (acts.tiles >= 2 * count_) {
       // Whole tiles: rows of one tile share cache lines.
-      const Range mine = share(tiles, number_, count_);
+      const Range mine = share(acts.tiles, number_, count_);
       for (int tile = mine.begin; tile < mine.end; tile++)
-        put_part(acts, row_tile(rows, tile), {0, acts_groups(acts)}, make);
+        put_part(acts, row_tile(acts, tile), {0, acts_groups(acts)}, make);
     } else {
       put_part(acts, {0, rows}, share(acts_groups(acts), number_, count_), make);
     }
@@ -207,7 +206,7 @@ class Thread {
   void project(const Linear& w, const Acts& acts, float* out, int64_t stride) {
     const Range mine = share(linear_blocks(w), number_, count_);
     gemm(w, acts, mine.begin, mine.end, [&](int row, int column, const float* values, int count) {
-      std::memcpy(out + row * stride + column, values, count * sizeof(float));
+      copy_columns(out + row * stride + column, values, count);
     });
   }
 
