@@ -164,7 +164,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_any_chunk(level: str, comput
     ids=WeightScheme.describe,
 )  # fmt: skip
 def test_the_matrix_unit_gives_the_bits_of_the_vector_tiles(scheme: WeightScheme) -> None:
-    columns = 1000 if scheme.strategy == "channel" else 9 * 128 * 9
+    columns = 1000 if scheme.strategy == "channel" else 9 * 128
     weight = _quantized(scheme, 71, columns)
     bias = _random(71, seed=3)
     with_tiles = NativeLinear(native_at("amx"), weight, bias, "int8")
