@@ -91,9 +91,10 @@ void put_group_int8(const Acts& a, Place place, const float* x, int count, int g
   const bool finite = most <= 3.4e38f;
   static const float zeros[MAX_GROUP] = {};
   const float* values = finite ? x : zeros;
-  // The same code with the stride known is twice as fast.
+  // Twice, so that the compiler knows the one stride.
   const int32_t minus_sum =
-      a.by_rows ? put_int8(values, count, inverse, to, 4) : put_int8(values, count, inverse, to, stride);
+      a.by_rows ? put_int8(values, count, inverse, to, 4)
+                : put_int8(values, count, inverse, to, stride);
   for (int i = (count + 3) / 4; i < a.group / 4; i++) std::memset(to + i * stride, 0, 4);
   a.scales[at] = finite ? most / 127.f : NAN;
   static_cast<int32_t*>(a.sums)[at] = minus_sum;
@@ -145,7 +146,8 @@ Acts acts_at(const Linear& w, int rows, void* memory) {
   uint8_t* bytes = static_cast<uint8_t*>(memory);
   uint8_t* scales = bytes + values_bytes(w, rows);
   uint8_t* sums = scales + round_up(size_t(rows) * (w.padded_k / w.group) * 4);
-  Acts a = {bytes, reinterpret_cast<float*>(scales), sums, rows, w.k, w.padded_k, w.group, w.compute};
+  Acts a = {bytes, reinterpret_cast<float*>(scales), sums,     rows,
+            w.k,   w.padded_k,                       w.group, w.compute};
   a.value_bytes = value_bytes(w.compute);
   a.by_rows = matrix_unit_for(w, rows);
   const int most = a.by_rows ? MATRIX_ROWS : TILE_ROWS;

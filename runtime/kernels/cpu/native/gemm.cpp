@@ -76,8 +76,9 @@ void gemm_block(const Linear& w, const Acts& a, Range tiles, int block, float* o
       const Range range = row_tile(a, tile);
       const int count = range.end - range.begin;
       const size_t before = size_t(range.begin) * groups + size_t(first) * count;
+      const size_t values = size_t(range.begin) * a.padded_k + size_t(first) * w.group * count;
       const TileActs x = {
-          a.values + (size_t(range.begin) * a.padded_k + size_t(first) * w.group * count) * a.value_bytes,
+          a.values + values * a.value_bytes,
           a.scales + before,
           static_cast<const int32_t*>(a.sums) + before,
       };

@@ -63,7 +63,8 @@ QT_INLINE void multiply_tiles() {
   asm volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" : : "i"(B), "i"(A), "i"(SUM));
 }
 
-QT_INLINE void multiply_group(const uint8_t* x, const uint8_t* codes, int group, GroupProducts& out) {
+QT_INLINE void multiply_group(const uint8_t* x, const uint8_t* codes, int group,
+                              GroupProducts& out) {
   const int pieces = pieces_of(group), width = group / pieces;
   clear_tile<LEFT>();
   clear_tile<RIGHT>();
