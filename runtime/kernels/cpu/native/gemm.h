@@ -70,7 +70,7 @@ struct Acts {
   int32_t rows, k, padded_k, group, compute;
   int32_t value_bytes;  // of one activation
   int32_t tiles, tile_rows, larger_tiles;  // the first larger_tiles have a row more than tile_rows
-  bool by_rows;         // laid out for the matrix unit; has no sums
+  bool by_rows;         // laid out for the matrix unit, which needs no sums
 };
 
 // Bytes of 64-byte aligned memory for `rows` rows of w's input, and the view on it. Linears of one
