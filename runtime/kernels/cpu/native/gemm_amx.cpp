@@ -127,7 +127,7 @@ QT_INLINE void fetch(const uint8_t* p, int bytes) {
 }
 
 // Zeros of 16 columns in each of the 4 bytes of a column.
-QT_INLINE vi spread_zeros(const int32_t* zeros) { return load_vector<vi>(zeros) * 0x01010101; }
+QT_INLINE vi spread_zeros(const int32_t* zeros) { return (vi)(load_vector<vu>(zeros) * 0x01010101u); }
 
 QT_INLINE void store_codes(uint8_t* to, vi codes, vi zeros) {
   const __m512i v = _mm512_sub_epi8((__m512i)codes, (__m512i)zeros);
