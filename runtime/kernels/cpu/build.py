@@ -34,15 +34,16 @@ SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("c++", "g++", "clang++")
 CPUINFO = Path("/proc/cpuinfo")
 
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c")
 # A level needs these CPU features, in /proc/cpuinfo's spelling; best first.
 LEVELS = {
-    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c"),
+    "amx": (*_AVX512, "amx_tile", "amx_int8"),
+    "avx512": _AVX512,
     "avx2": ("avx2", "fma", "f16c"),
     "plain": (),
 }
 # Used within a level where the CPU has them.
-EXTRAS = {"avx512": ("avx512_bf16",), "avx2": (), "plain": ()}
-
+EXTRAS = {"amx": ("avx512_bf16",), "avx512": ("avx512_bf16",), "avx2": (), "plain": ()}
 FLAGS = (
     "-std=c++17",
     "-O2",
@@ -116,7 +117,7 @@ def load_native() -> Native:
     """The library of the best level this CPU has; built first if the cache has none.
 
     Raises:
-        UsageError: ``$QTOOL_CPU_ISA`` names no level, or one the CPU does not have.
+        UsageError: ``$QTOOL_CPU_ISA`` names no level, or one the CPU or the system does not have.
     """
     variables = ("QTOOL_NATIVE", "QTOOL_CPU_ISA", "CXX", "PATH")
     environment = tuple(os.environ.get(name, "") for name in variables)
@@ -135,7 +136,12 @@ def _load(environment: tuple[str, ...], folder: Path) -> Native:
     except (BuildError, OSError) as error:
         return Native(None, reason=f"no native code: {error}")
     library.qt_pool_start(available_cores())
-    return Native(library, level, path=path)
+    library.qt_level.restype = ctypes.c_char_p
+    # A system may keep the matrix unit from a process; the library then computes without it.
+    usable = library.qt_level().decode()
+    if environment[1] and usable != level:
+        raise UsageError(f"QTOOL_CPU_ISA={level!r}: this system lets programs use {usable}")
+    return Native(library, usable, path=path)
 
 
 def cpu_features(cpuinfo: Path = CPUINFO) -> frozenset[str]:
@@ -169,9 +175,15 @@ def recipe(level: str, extra_flags: tuple[str, ...] = ()) -> Recipe:
         raise BuildError(f"it is for Linux, this is {platform.system()}")
     compiler = find_compiler()
     extras = [name for name in EXTRAS[level] if name in cpu_features()]
-    options = [f"-m{name.replace('_', '')}" for name in (*LEVELS[level], *extras)]
+    options = [_option(name) for name in (*LEVELS[level], *extras)]
     version = _run([*compiler, "--version"])
     return Recipe(level, compiler, version, (*FLAGS, *options, *extra_flags))
+
+
+def _option(feature: str) -> str:
+    """The compiler's spelling: amx-int8, but avx512vnni."""
+    joined = feature.replace("_", "-" if feature.startswith("amx") else "")
+    return f"-m{joined}"
 
 
 def find_compiler() -> tuple[str, ...]:

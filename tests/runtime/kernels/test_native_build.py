@@ -123,9 +123,11 @@ def test_the_best_level_is_chosen_and_lower_ones_can_be_forced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     every = frozenset().union(*LEVELS.values())
-    assert choose_level(every, "") == "avx512"
+    assert choose_level(every, "") == "amx"
+    assert choose_level(every - {"amx_int8"}, "") == "avx512"
     assert choose_level(every, "plain") == "plain"
     assert choose_level(every - {"avx512_vnni"}, "") == "avx2"
+    assert choose_level(every, "avx512") == "avx512"
     assert choose_level(frozenset(), "") == "plain"
     with pytest.raises(UsageError, match="'avx512': this CPU runs avx2, plain"):
         choose_level(frozenset(LEVELS["avx2"]), "avx512")

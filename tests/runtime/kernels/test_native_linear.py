@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given
@@ -152,6 +154,43 @@ def test_a_row_has_the_same_bits_in_any_company_and_any_chunk(level: str, comput
         for size in sizes:
             assert torch.equal(linear(x[start : start + size]), whole[start : start + size]), size
             start += size
+
+
+@pytest.mark.skipif("amx" not in LEVELS, reason="needs a matrix unit")
+@pytest.mark.parametrize(
+    "scheme",
+    [weight_scheme(4, False, 64), weight_scheme(4, True, 32), weight_scheme(8, True, 128),
+     weight_scheme(4, False, 72), weight_scheme(8, True, None)],
+    ids=WeightScheme.describe,
+)  # fmt: skip
+def test_the_matrix_unit_gives_the_bits_of_the_vector_tiles(scheme: WeightScheme) -> None:
+    columns = 1000 if scheme.strategy == "channel" else 9 * 128
+    weight = _quantized(scheme, 71, columns)
+    bias = _random(71, seed=3)
+    with_tiles = NativeLinear(native_at("amx"), weight, bias, "int8")
+    without = NativeLinear(native_at("avx512"), weight, bias, "int8")
+    for rows in (*range(1, 35), 193, 400):
+        x = _random(rows, columns, seed=rows)
+        assert torch.equal(with_tiles(x), without(x)), rows
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_library_says_what_it_computes_with(level: str) -> None:
+    library = native_at(level).library
+    assert library is not None
+    library.qt_level.restype = ctypes.c_char_p
+    assert library.qt_level().decode() == level
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF])
+def test_every_nan_stays_one_through_bfloat16(level: str, bits: int) -> None:
+    """Rounding a mantissa of ones carries into the sign: a NaN would become -0."""
+    linear = NativeLinear(native_at(level), torch.eye(32).bfloat16(), None, "bf16")
+    x = torch.ones(2, 32)
+    x[0] = torch.full((32,), bits, dtype=torch.int32).view(torch.float32)
+    assert bool(linear(x)[0].isnan().all()) and torch.equal(linear(x)[1], x[1])
+    assert bool(linear(x.bfloat16())[0].isnan().all())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -9,6 +9,8 @@ namespace {
 
 // Rows computed at a time: their activations stay in the L2 cache while the weights pass by.
 constexpr int PANEL = 384;
+// Floats of a row converted at a time.
+constexpr int PIECE = 512;
 
 enum Dtype : int32_t { DTYPE_FP32 = 0, DTYPE_BF16 = 1 };
 
@@ -23,18 +25,14 @@ struct Matrix {
   }
 };
 
-void load_row(const Matrix& m, int row, int first, int count, float* to) {
-  if (m.dtype == DTYPE_FP32) {
-    std::memcpy(to, static_cast<const float*>(m.data) + row * m.stride + first, count * 4);
-    return;
-  }
+void load_bf16(const Matrix& m, int row, int first, int count, float* to) {
   const uint16_t* from = static_cast<const uint16_t*>(m.data) + row * m.stride + first;
   for (int i = 0; i < count; i++) to[i] = from_bf16(from[i]);
 }
 
 void store_row(const Matrix& m, int row, int first, int count, const float* from) {
   if (m.dtype == DTYPE_FP32) {
-    std::memcpy(static_cast<float*>(m.data) + row * m.stride + first, from, count * 4);
+    copy_columns(static_cast<float*>(m.data) + row * m.stride + first, from, count);
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(m.data) + row * m.stride + first;
@@ -81,17 +79,24 @@ void pack_block(const Linear& w, int block, const uint8_t* codes, const uint8_t*
   }
 }
 
+// Puts groups of a row, converted a piece at a time where they are not floats.
+void put_row(const Acts& a, const Matrix& x, int row, Range groups) {
+  if (x.dtype == DTYPE_FP32)
+    return acts_put(a, row, static_cast<float*>(x.data) + row * x.stride, groups.begin, groups.end);
+  float piece[PIECE];
+  const int groups_a_piece = PIECE / a.group;
+  for (int first = groups.begin; first < groups.end; first += groups_a_piece) {
+    const int end = first + groups_a_piece < groups.end ? first + groups_a_piece : groups.end;
+    const int k = first * a.group, stop = end * a.group < a.k ? end * a.group : a.k;
+    load_bf16(x, row, k, stop - k, piece);
+    acts_put_part(a, row, piece, first, end);
+  }
+}
+
 void run_panel(const Linear& w, const Acts& a, const Matrix& x, const Matrix& out, int thread,
                int num_threads) {
   const Range groups = share(acts_groups(a), thread, num_threads);
-  float group_of_x[MAX_GROUP];
-  for (int row = 0; row < a.rows; row++)
-    for (int g = groups.begin; g < groups.end; g++) {
-      const int k = g * a.group;
-      const int count = a.k - k < a.group ? a.k - k : a.group;
-      load_row(x, row, k, count, group_of_x);
-      acts_put_group(a, row, group_of_x, g);
-    }
+  for (int row = 0; row < a.rows; row++) put_row(a, x, row, groups);
   pool_barrier(thread);
   const Range blocks = share(linear_blocks(w), thread, num_threads);
   gemm(w, a, blocks.begin, blocks.end, [&](int row, int column, const float* values, int count) {
@@ -104,7 +109,8 @@ void run_panel(const Linear& w, const Acts& a, const Matrix& x, const Matrix& ou
 
 using qt::Linear;
 
-QT_API const char* qt_level() { return QT_LEVEL; }
+// The instruction set in use; "amx" only where the system lets this process use it.
+QT_API const char* qt_level() { return qt::matrix_unit_allowed() ? "amx" : QT_LEVEL; }
 
 // Fills the fields that follow from n, k, group, bits, compute, scale_type, scale_groups and
 // asymmetric. Returns the bytes of packed weights, or 0 for a layer there is no kernel for.

@@ -108,12 +108,11 @@ class Thread {
       return acts;
     }
     const Acts acts = acts_at(w, rows, step_.space.acts.get<void>());
-    const int tiles = num_row_tiles(rows);
-    if (tiles >= 2 * count_) {
+    if (acts.tiles >= 2 * count_) {
       // Whole tiles: rows of one tile share cache lines.
-      const Range mine = share(tiles, number_, count_);
+      const Range mine = share(acts.tiles, number_, count_);
       for (int tile = mine.begin; tile < mine.end; tile++)
-        put_part(acts, row_tile(rows, tile), {0, acts_groups(acts)}, make);
+        put_part(acts, row_tile(acts, tile), {0, acts_groups(acts)}, make);
     } else {
       put_part(acts, {0, rows}, share(acts_groups(acts), number_, count_), make);
     }
@@ -165,14 +164,14 @@ class Thread {
            [&](int row, int column, const float* values, int count) {
              const int block = column / BLOCK_COLUMNS, channel = block / 2 * BLOCK_COLUMNS - first;
              float* x = product + row * unit + channel;
-             if (block % 2 == 0) std::memcpy(x, values, count * sizeof(float));
+             if (block % 2 == 0) copy_columns(x, values, count);
              else
                for (int i = 0; i < count; i += LANES)
                  store(x + i, silu(loadf(x + i)) * loadf(values + i));
            });
+      const int group = first / out.group, last = (end + out.group - 1) / out.group;
       for (int row = 0; row < step_.rows; row++)
-        for (int group = first / out.group; group * out.group < end; group++)
-          acts_put_group(out, row, product + row * unit + group * out.group - first, group);
+        acts_put_part(out, row, product + row * unit + group * out.group - first, group, last);
     }
     return out;
   }
@@ -180,7 +179,7 @@ class Thread {
   void project(const Linear& w, const Acts& acts, float* out, int64_t stride) {
     const Range mine = share(linear_blocks(w), number_, count_);
     gemm(w, acts, mine.begin, mine.end, [&](int row, int column, const float* values, int count) {
-      std::memcpy(out + row * stride + column, values, count * sizeof(float));
+      copy_columns(out + row * stride + column, values, count);
     });
   }
 

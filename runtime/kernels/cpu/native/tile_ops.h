@@ -19,6 +19,9 @@ namespace qt {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define QT_LEVEL "avx512"
 #define QT_AVX512 1
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__)
+#define QT_AMX 1
+#endif
 constexpr int WIDTH = 16, TILE_ROWS = 12, MAX_DOUBLED = 16;
 constexpr int tile_vectors(int) { return 2; }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -32,7 +35,7 @@ constexpr int WIDTH = 4, TILE_ROWS = 6, MAX_DOUBLED = 4;
 constexpr int tile_vectors(int) { return 1; }
 #endif
 
-static_assert(TILE_ROWS <= MAX_ROWS_A_TILE, "the buffer of gemm()");
+static_assert(PANEL_ROWS % TILE_ROWS == 0 && PANEL_ROWS % 16 == 0, "whole tiles of both kinds");
 static_assert(BLOCK_COLUMNS % (WIDTH * tile_vectors(1)) == 0, "tiles side by side");
 
 #if defined(QT_AVX512) && defined(__AVX512BF16__)
@@ -134,6 +137,11 @@ static QT_INLINE vf load_scales(const Linear& w, const uint8_t* scales, int inde
     default:
       return load_vector<vf>(scales + 4 * index);
   }
+}
+
+// sum * (scale * x_scale) + c: how an integer sum of a group enters the result, on every path.
+static QT_INLINE vf add_scaled(vi sum, vf scale, float x_scale, vf c) {
+  return multiply_add(to_float(sum), scale * spread(x_scale), c);
 }
 
 // sum += weights * x, x broadcast.

@@ -1,22 +1,31 @@
 // The tiles of all compute types: one function for each number of rows.
 #pragma once
 
+#include <utility>
+
 #include "tile_ops.h"
 
 namespace qt {
 
-// Bytes of one activation.
-int value_bytes(int compute);
+// Some groups of one block.
+struct TileWeights {
+  const uint8_t* steps;  // gemm.h; of unpacked codes for the matrix unit
+  const float* scales;   // [groups][32]
+  const int32_t* zeros;  // [groups][32]
+  int32_t groups, group;
+  const uint8_t* ahead;  // packed weights to be fetched meanwhile, or null
+  int32_t group_bytes;   // of one group of them
+};
 
-// One tile of rows.
+// The same groups of one tile of rows.
 struct TileActs {
   const uint8_t* values;
   const float* scales;
   const void* sums;
 };
 
-// out [rows][32] = the rows times one block's columns, without bias.
-using TileFn = void (*)(const Linear& w, const uint8_t* block, const TileActs& x, float* out);
+// out [rows][32] += the rows times one block's columns.
+using TileFn = void (*)(const TileWeights& w, const TileActs& x, float* out);
 
 struct TileTable {
   TileFn of_rows[TILE_ROWS + 1];
@@ -26,36 +35,27 @@ const TileTable& int8_tiles(int bits);   // 4, 8
 const TileTable& bf16_tiles(int bits);   // 4, 8, 16; only with QT_BF16_DOT
 const TileTable& float_tiles(int bits);  // 4, 8, 16, 32
 
-// Scales and zeros of a block's columns; those of symmetric weights are `zero`.
-struct Metadata {
-  Metadata(const Linear& w, const uint8_t* block, int32_t zero)
-      : w(w), block(block), zero(zero) {}
+// The zero that tiles take off codes of symmetric weights.
+inline int32_t symmetric_zero(int bits, int compute) {
+  return bits == 4 ? 8 : compute == INT8 ? ZERO_OF_8_BITS : 128;
+}
 
-  QT_INLINE vf scales(int group, int vector) const {
-    const int index = w.scale_groups == 1 ? 0 : group * BLOCK_COLUMNS;
-    return load_scales(w, block, index + vector * WIDTH);
-  }
-  QT_INLINE vi zeros(int group, int vector) const {
-    if (!w.asymmetric) return spread(zero);
-    const int scale_bytes = w.scale_type == SCALE_FP32 ? 4 : 2;
-    const int index = w.scale_groups == 1 ? 0 : group * BLOCK_COLUMNS;
-    const uint8_t* zeros = block + w.scale_groups * scale_bytes * BLOCK_COLUMNS;
-    return load_bytes(zeros + index + vector * WIDTH);
-  }
+// Bytes of a block's steps for 8 neighbours in k.
+constexpr int steps_of_8(int bits) { return bits * STEP_BYTES / 4; }
 
-  const Linear& w;
-  const uint8_t* block;
-  int32_t zero;
-};
+// ---- the matrix unit (gemm_amx.cpp)
+
+// Whether there is one and the system lets this process use it.
+bool matrix_unit_allowed();
+// Whether it computes so many rows of w's input.
+bool matrix_unit_for(const Linear& w, int rows);
+constexpr int MATRIX_ROWS = 16;  // of a tile
+
+#if defined(QT_AMX)
+// Codes minus zeros as int8: steps of 128 bytes, for each of 32 columns 4 neighbours in k.
+void unpack(const TileWeights& w, int bits, uint8_t* out);
+#endif
+// A TileFn for 1 to MATRIX_ROWS rows; w has unpacked codes, x is laid out by rows.
+void matrix_tile(int rows, const TileWeights& w, const TileActs& x, float* out);
 
 }  // namespace qt
-
-// Functions f<bits, 1>, f<bits, 2>, ... as a TileTable.
-#if defined(QT_AVX512)
-#define QT_TILE_TABLE(f, bits)                                                             \
-  {{nullptr, f<bits, 1>, f<bits, 2>, f<bits, 3>, f<bits, 4>, f<bits, 5>, f<bits, 6>,       \
-    f<bits, 7>, f<bits, 8>, f<bits, 9>, f<bits, 10>, f<bits, 11>, f<bits, 12>}}
-#else
-#define QT_TILE_TABLE(f, bits) \
-  {{nullptr, f<bits, 1>, f<bits, 2>, f<bits, 3>, f<bits, 4>, f<bits, 5>, f<bits, 6>}}
-#endif
