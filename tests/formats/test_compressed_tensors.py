@@ -101,7 +101,7 @@ def _group(**weights: Any) -> dict[str, Any]:
         (_config(quant_method="awq"), "this version reads compressed-tensors"),
         (_config(format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
         (_config(config_groups={}), "no config_groups"),
-        (_config(config_groups=_group(type="float")), "integer weights only"),
+        (_config(config_groups=_group(type="float")), "float weights of 4 bits"),
         (_config(config_groups=_group(num_bits=3)), "bits=3"),
         (_config(config_groups=_group(actorder="group")), "actorder group"),
     ],
