@@ -36,18 +36,8 @@ UNCLIPPED = (Q, K)
 def quantized_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
     """All blocks of a job, with the inputs each gets from its quantized predecessors."""
     assert job.ids is not None
-    ids = canonical_order(job.ids)
-    for block in walk_blocks(job.reader, job.family, ids, job.device):
+    for block in walk_blocks(job.reader, job.family, job.ids, job.device):
         yield quantize_block(block, job, recipe)
-
-
-def canonical_order(ids: Tensor) -> Tensor:
-    """Samples [num_samples, seq_len] sorted by their tokens.
-
-    Searches look at some of the tokens; sorted, the same ones in whatever order samples came.
-    """
-    rows = sorted(range(ids.shape[0]), key=lambda row: ids[row].tolist())
-    return ids[rows]
 
 
 def quantize_block(block: DecoderBlock, job: Job, recipe: Recipe) -> QuantizedBlock:

@@ -48,9 +48,9 @@ _RECIPES = (
     Recipe(name="gptq", solve=True),
     Recipe(name="awq", smoothing="awq", clip=True),
     Recipe(name="awq+gptq", smoothing="awq", clip=True, solve=True),
-    Recipe(name="smoothquant", smoothing="smoothquant"),
-    Recipe(name="smoothquant+gptq", smoothing="smoothquant", solve=True),
-    Recipe(name="fp8"),
+    Recipe(name="smoothquant", smoothing="smoothquant", family="w8a8"),
+    Recipe(name="smoothquant+gptq", smoothing="smoothquant", solve=True, family="w8a8"),
+    Recipe(name="fp8", family="fp8"),
 )
 
 METHODS: Mapping[str, Method] = {recipe.name: Method(recipe) for recipe in _RECIPES}

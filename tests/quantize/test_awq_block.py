@@ -20,6 +20,7 @@ from qtool.quantize.block import quantize_block
 from qtool.quantize.job import Job
 from qtool.quantize.methods import METHODS
 from qtool.quantize.plan import plan_schemes
+from qtool.quantize.schemes import IntegerWeights, SchemesAsked
 
 AWQ = METHODS["awq"].recipe
 
@@ -45,9 +46,8 @@ def ids() -> Tensor:
 def _job(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Job:
     reader = CheckpointReader(folder)
     family = find_family(reader.config)
-    schemes = plan_schemes(
-        reader, reader.config, family, bits=4, symmetric=False, group_size="auto"
-    )
+    asked = SchemesAsked(default=IntegerWeights(4))
+    schemes = plan_schemes(reader, reader.config, family, asked)
     return Job(reader, family, schemes, dtype, torch.device("cpu"), ids)
 
 

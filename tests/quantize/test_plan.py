@@ -10,6 +10,7 @@ from qtool.calibration.families import FAMILIES
 from qtool.errors import QuantizationError, UsageError
 from qtool.formats.scheme import WeightScheme
 from qtool.quantize.plan import check_not_quantized, plan_schemes
+from qtool.quantize.schemes import IntegerWeights, SchemesAsked
 
 LLAMA = FAMILIES["llama"]
 
@@ -27,14 +28,8 @@ def _plan(
     group_size: Any, hidden: int = 576, intermediate: int = 1536, layers: int = 2
 ) -> dict[str, WeightScheme]:
     config = {"num_hidden_layers": layers}
-    return plan_schemes(
-        _Shapes(hidden, intermediate),
-        config,
-        LLAMA,
-        bits=4,
-        symmetric=False,
-        group_size=group_size,
-    )
+    asked = SchemesAsked(default=IntegerWeights(4, False, group_size))
+    return plan_schemes(_Shapes(hidden, intermediate), config, LLAMA, asked)
 
 
 @pytest.mark.parametrize(
