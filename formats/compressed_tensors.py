@@ -66,7 +66,10 @@ def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:
     # A scale of the whole tensor is a vector of one in this format.
     scales = tensor.scales.reshape(1) if scheme.strategy == "tensor" else tensor.scales
     plain = {"weight": codes, "weight_scale": scales}
-    return plain if tensor.input_scale is None else plain | {"input_scale": tensor.input_scale}
+    if tensor.input_scale is None:
+        return plain
+    # Linears of one input share the object, and a file holds no tensor twice.
+    return plain | {"input_scale": tensor.input_scale.clone()}
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> QuantizedTensor:

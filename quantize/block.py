@@ -66,20 +66,18 @@ def _round_group(
     inputs, scheme = work.inputs[group[0]], work.schemes[group[0]]
     weights = [work.linear(name).weight.clone() for name in group]
     clips = [_clip(work, name, recipe) for name in group]
+    input_scale = _input_scale(inputs, scheme, work.dtype)
     tensors = [
-        quantize_rtn(weight, scheme, work.dtype, clip)
+        quantize_rtn(weight, scheme, work.dtype, clip, input_scale)
         for weight, clip in zip(weights, clips, strict=True)
     ]
     outcomes = [Outcome(tensor) for tensor in tensors]
     if recipe.solve:
         outcomes = solve_group(weights, tensors, inputs.hessian)
     for name, weight, outcome in zip(group, weights, outcomes, strict=True):
-        tensor = outcome.tensor
-        if scheme.has_input_scale:
-            tensor = replace(tensor, input_scale=_input_scale(inputs, scheme, work.dtype))
-        work.linear(name).weight.copy_(tensor.dequantize())
+        work.linear(name).weight.copy_(outcome.tensor.dequantize())
         record = _record(f"{work.block.prefix}.{name}", recipe, weight, outcome, inputs)
-        yield name, tensor, record
+        yield name, outcome.tensor, record
 
 
 def _clip(work: Workspace, name: str, recipe: Recipe) -> Tensor | None:
@@ -92,9 +90,10 @@ def _clip(work: Workspace, name: str, recipe: Recipe) -> Tensor | None:
     )
 
 
-def _input_scale(inputs: Inputs, scheme: WeightScheme, dtype: torch.dtype) -> Tensor:
-    """Static scale [1] of an input, in the stored dtype."""
-    assert scheme.activations is not None
+def _input_scale(inputs: Inputs, scheme: WeightScheme, dtype: torch.dtype) -> Tensor | None:
+    """Static scale [1] of an input in the stored dtype; ``None`` if it is measured at run time."""
+    if scheme.activations is None or scheme.activations.dynamic:
+        return None
     scale = scale_of(inputs.peak.max(), scheme.activations)
     return scale.clamp(min=affine.MIN_SCALE).to(dtype).reshape(1)
 

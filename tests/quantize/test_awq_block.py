@@ -94,7 +94,7 @@ class _Exact:
         return self.weight
 
 
-def _keep_exact(weight: Tensor, scheme: object, dtype: torch.dtype, _: object) -> _Exact:
+def _keep_exact(weight: Tensor, scheme: object, dtype: torch.dtype, *_: object) -> _Exact:
     return _Exact(weight, scheme, dtype)
 
 
