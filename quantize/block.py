@@ -43,10 +43,11 @@ def quantized_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
 def quantize_block(block: DecoderBlock, job: Job, recipe: Recipe) -> QuantizedBlock:
     """One block; its module is left with the rounded weights."""
     work = Workspace.of(block, job)
-    if recipe.smoothing is not None or not recipe.solve:
-        work.observe(work.groups)
     if recipe.smoothing is not None:
+        work.observe_for_search()
         smooth_block(work, recipe.smoothing)
+    elif not recipe.solve:
+        work.observe(work.groups)
     changed = work.store_changes()
     weights: dict[str, QuantizedTensor] = {}
     records: list[ModuleRecord] = []
@@ -76,7 +77,7 @@ def _round_group(
         outcomes = solve_group(weights, tensors, inputs.hessian)
     for name, weight, outcome in zip(group, weights, outcomes, strict=True):
         work.linear(name).weight.copy_(outcome.tensor.dequantize())
-        record = _record(f"{work.block.prefix}.{name}", recipe, weight, outcome, inputs)
+        record = _record(work, name, recipe, weight, outcome)
         yield name, outcome.tensor, record
 
 
@@ -99,13 +100,13 @@ def _input_scale(inputs: Inputs, scheme: WeightScheme, dtype: torch.dtype) -> Te
 
 
 def _record(
-    name: str, recipe: Recipe, weight: Tensor, outcome: Outcome, inputs: Inputs
+    work: Workspace, name: str, recipe: Recipe, weight: Tensor, outcome: Outcome
 ) -> ModuleRecord:
-    tensor = outcome.tensor
+    tensor, inputs = outcome.tensor, work.inputs[name]
     error = awq.output_error(tensor.dequantize() - weight, inputs.hessian)
     power = awq.output_error(weight, inputs.hessian)
     record = replace(
-        module_record(name, recipe.name, weight, tensor),
+        module_record(f"{work.block.prefix}.{name}", recipe.name, weight, tensor),
         output_error=float((error / power).sqrt()) if error > 0 else 0.0,
         tokens=inputs.tokens,
         regularization=outcome.remedy,
@@ -113,6 +114,7 @@ def _record(
     )
     if outcome.fallback is not None:
         record = replace(record, used=f"{tensor.scheme.describe()} rtn")
+    strength = work.strengths.get(name, 0.0)
     if recipe.smoothing == "awq":
-        return replace(record, awq_ratio=inputs.strength)
-    return replace(record, smoothquant_strength=inputs.strength)
+        return replace(record, awq_ratio=strength)
+    return record if recipe.smoothing is None else replace(record, smoothquant_strength=strength)

@@ -25,9 +25,8 @@ def smooth_block(work: Workspace, smoothing: Smoothing) -> None:
         if may_smooth(work, pair):
             choice = _search(work, pair, smoothing)
             if choice.ratio > 0:
-                work.fold(pair, choice.scales, choice.ratio)
-            else:
-                work.inputs[pair.targets[0]].strength = 0.0
+                work.fold(pair, choice.scales)
+            work.strengths |= dict.fromkeys(pair.targets, choice.ratio)
 
 
 def may_smooth(work: Workspace, pair: SmoothingPair) -> bool:
@@ -37,7 +36,7 @@ def may_smooth(work: Workspace, pair: SmoothingPair) -> bool:
 
 
 def _search(work: Workspace, pair: SmoothingPair, smoothing: Smoothing) -> ScaleChoice:
-    inputs = work.inputs[pair.targets[0]]
+    inputs = work.searched(pair.targets[0])
     of_inputs = _pair_loss(work, pair)
 
     def loss(scales: Tensor) -> float:
@@ -73,7 +72,7 @@ def _weight_loss(work: Workspace, name: str) -> Loss:
 
 def _linear_loss(work: Workspace, name: str) -> Loss:
     """Of a linear whose input is rounded too: on the sampled tokens."""
-    sample = work.inputs[name].sample
+    sample = work.searched(name).sample
     exact = sample @ work.linear(name).weight.T
 
     def loss(scales: Tensor) -> float:
@@ -107,7 +106,7 @@ def _module_loss(work: Workspace, pair: SmoothingPair) -> Loss:
 def _parent_inputs(work: Workspace, pair: SmoothingPair) -> tuple[Tensor, dict[str, Any]]:
     """About ``SEARCH_TOKENS`` tokens of the parent's input, and its other arguments."""
     if not pair.mixes_tokens:
-        return work.inputs[pair.targets[0]].sample, {}
+        return work.searched(pair.targets[0]).sample, {}
     num_samples = work.block.inputs.shape[0]
     stride = min(num_samples, max(1, work.block.num_tokens // SEARCH_TOKENS))
     return work.block.capture(pair.parent, range(stride // 2, num_samples, stride))

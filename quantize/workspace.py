@@ -33,25 +33,31 @@ class Inputs:
     """Statistics of the input that the linears of one group share; folding keeps them true.
 
     Attributes:
-        mean_abs, peak: mean and largest magnitude per channel, [K].
         hessian: second moment, [K, K].
-        sample: about :data:`SEARCH_TOKENS` tokens, [T, K].
+        peak: largest magnitude per channel, [K].
         tokens: behind the statistics.
-        strength: exponent of the smoothing on this input; ``None`` while nothing was searched.
     """
 
-    mean_abs: Tensor
-    peak: Tensor
     hessian: Tensor
-    sample: Tensor
+    peak: Tensor
     tokens: int
-    strength: float | None = None
 
     def divide(self, scales: Tensor) -> None:
         """The same of the input divided by ``scales`` [K]."""
-        self.mean_abs = self.mean_abs / scales
-        self.peak = self.peak / scales
         self.hessian = smoothing.rescale_hessian(self.hessian, scales)
+        self.peak = self.peak / scales
+
+
+@dataclass(slots=True)
+class SearchInputs(Inputs):
+    """What searches look at besides: mean magnitudes [K], and sampled tokens [T, K]."""
+
+    mean_abs: Tensor
+    sample: Tensor
+
+    def divide(self, scales: Tensor) -> None:
+        Inputs.divide(self, scales)
+        self.mean_abs = self.mean_abs / scales
         self.sample = self.sample / scales
 
 
@@ -59,7 +65,9 @@ class Inputs:
 class Workspace:
     """A block being quantized, with what all steps need.
 
-    ``inputs`` are by linear; those of a group, quantized alike, share one object.
+    Attributes:
+        inputs: by linear; those of a group, quantized alike, share one object.
+        strengths: of the smoothing that was searched, by linear; 0 where identity was best.
     """
 
     block: DecoderBlock
@@ -68,6 +76,7 @@ class Workspace:
     dtype: torch.dtype
     head_dim: int
     inputs: dict[str, Inputs] = field(default_factory=dict)
+    strengths: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, block: DecoderBlock, job: Job) -> Workspace:
@@ -88,29 +97,39 @@ class Workspace:
 
     def observe(self, groups: Sequence[tuple[str, ...]]) -> None:
         """Measure the inputs of groups as the block now is, in one pass over all samples."""
-        if not groups:
-            return
-        stride = max(1, self.block.num_tokens // SEARCH_TOKENS)
-        observers = {
-            group[0]: (MeanAbs(group[0]), AbsMax(group[0]), Hessian(group[0]), EveryNth("", stride))
-            for group in groups
-        }
+        observers = {group[0]: (Hessian(group[0]), AbsMax(group[0])) for group in groups}
         observe_inputs(self.block, observers)
         for group in groups:
-            mean_abs, peak, hessian, sample = observers[group[0]]
-            inputs = Inputs(
-                mean_abs.result(), peak.result(), hessian.result(), sample.result(), hessian.tokens
-            )
-            if group[0] in self.inputs:
-                inputs.strength = self.inputs[group[0]].strength
+            hessian, peak = observers[group[0]]
+            inputs = Inputs(hessian.result(), peak.result(), hessian.tokens)
             self.inputs.update(dict.fromkeys(group, inputs))
 
-    def fold(self, pair: SmoothingPair, scales: Tensor, strength: float) -> None:
+    def observe_for_search(self) -> None:
+        """The same of all groups, with what searches look at besides."""
+        stride = max(1, self.block.num_tokens // SEARCH_TOKENS)
+        names = [group[0] for group in self.groups]
+        observers = {
+            name: (Hessian(name), AbsMax(name), MeanAbs(name), EveryNth(name, stride))
+            for name in names
+        }
+        observe_inputs(self.block, observers)
+        for group in self.groups:
+            hessian, peak, mean_abs, sample = observers[group[0]]
+            inputs = SearchInputs(
+                hessian.result(), peak.result(), hessian.tokens, mean_abs.result(), sample.result()
+            )
+            self.inputs.update(dict.fromkeys(group, inputs))
+
+    def searched(self, name: str) -> SearchInputs:
+        """A linear's inputs, gathered by :meth:`observe_for_search`."""
+        inputs = self.inputs[name]
+        assert isinstance(inputs, SearchInputs)
+        return inputs
+
+    def fold(self, pair: SmoothingPair, scales: Tensor) -> None:
         """Divide a pair's source by ``scales`` [source channels], multiply its targets' columns."""
-        inputs = self.inputs[pair.targets[0]]
         scales = self.spread(pair, self._divide_source(pair.source, scales))
-        inputs.divide(scales)
-        inputs.strength = strength
+        self.inputs[pair.targets[0]].divide(scales)
         for target in pair.targets:
             weight = self.linear(target).weight
             weight.copy_(smoothing.multiply_columns(weight, scales))
@@ -119,7 +138,7 @@ class Workspace:
         """Scales of the source's channels as those of the targets' inputs."""
         if not pair.shares_heads:
             return scales
-        num_channels = self.inputs[pair.targets[0]].mean_abs.numel()
+        num_channels = self.linear(pair.targets[0]).in_features
         return smoothing.spread_over_query_group(scales, self.head_dim, num_channels)
 
     def tie(self, pair: SmoothingPair, per_input: Tensor, how: smoothing.Tie) -> Tensor:
