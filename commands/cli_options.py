@@ -200,7 +200,10 @@ scheme_options = options(
         "fp8 (-tensor, -block, -weights). Patterns as for --ignore; the last one that fits holds.",
     ),
     click.option(
-        "--lm-head", type=parse_bits, metavar="4|8", help="Quantize the head too, in this many bits."
+        "--lm-head",
+        type=parse_bits,
+        metavar="4|8",
+        help="Quantize the head too, in this many bits.",
     ),
     click.option("--skip-first", type=int, default=0, help="Leave the first N blocks as they are."),
     click.option("--skip-last", type=int, default=0, help="Leave the last N blocks as they are."),

@@ -57,7 +57,9 @@ def select(
     selected: set[str] = set()
     for pattern in patterns:
         if problem := regex_problem(pattern):
-            raise UsageError(f"{option}={pattern!r}: is no regular expression ({problem}); repair it")
+            raise UsageError(
+                f"{option}={pattern!r}: is no regular expression ({problem}); repair it"
+            )
         found = {module for module in modules if pattern and pattern_matches(pattern, module)}
         if not found:
             raise _means_nothing(pattern, modules, option)

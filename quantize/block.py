@@ -86,9 +86,7 @@ def _clip(work: Workspace, name: str, recipe: Recipe) -> Tensor | None:
     scheme = work.schemes[name]
     if not recipe.clip or name in UNCLIPPED or scheme.strategy not in ("channel", "group"):
         return None
-    return awq.search_clip(
-        work.linear(name).weight, work.inputs[name].hessian, scheme, work.dtype
-    )
+    return awq.search_clip(work.linear(name).weight, work.inputs[name].hessian, scheme, work.dtype)
 
 
 def _input_scale(inputs: Inputs, scheme: WeightScheme, dtype: torch.dtype) -> Tensor | None:

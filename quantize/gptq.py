@@ -211,4 +211,3 @@ def _solve_columns(
         if end < work.shape[0]:
             work[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
     return codes
-

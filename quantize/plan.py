@@ -148,9 +148,7 @@ def _ignored(
     return ignored
 
 
-def _skipped(
-    asked: SchemesAsked, config: Mapping[str, Any], family: ModelFamily
-) -> frozenset[str]:
+def _skipped(asked: SchemesAsked, config: Mapping[str, Any], family: ModelFamily) -> frozenset[str]:
     """Linears of the blocks at either end that are skipped."""
     prefixes = family.block_prefixes(config)
     if asked.skip_first + asked.skip_last >= len(prefixes):

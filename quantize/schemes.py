@@ -1,9 +1,9 @@
 """How schemes are asked for: words of the command line -> schemes, before any shape is known.
 
-    w4, w8        integer weights alone; -sym or -asym, and -g64 (any size), -row or -auto may follow
-    w8a8          INT8 weights and inputs; -dynamic (default) or -static inputs
-    fp8           FP8 weights and inputs; -tensor (static), -channel (default) or -block;
-                  -weights leaves the inputs in 16 bits
+w4, w8        integer weights alone; -sym or -asym, and -g64 (any size), -row or -auto may follow
+w8a8          INT8 weights and inputs; -dynamic (default) or -static inputs
+fp8           FP8 weights and inputs; -tensor (static), -channel (default) or -block;
+              -weights leaves the inputs in 16 bits
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ Default = TypeVar("Default")
 
 GroupSize = int | Literal["auto", "row"]
 
+AUTO: GroupSize = "auto"
 GRANULARITIES: tuple[Strategy, ...] = ("tensor", "channel", "block")
 FORMS = "w4, w8 (-sym, -asym, -g64, -row), w8a8 (-static), fp8 (-tensor, -block, -weights)"
 
@@ -34,7 +35,7 @@ class IntegerWeights:
 
     bits: int = 4
     symmetric: bool | None = None
-    group_size: GroupSize = "auto"
+    group_size: GroupSize = AUTO
 
     @property
     def grid_is_symmetric(self) -> bool:
@@ -103,7 +104,7 @@ def parse_scheme(text: str) -> SchemeAsked:
     name, *words = text.lower().split("-")
     if name in ("w4", "w8"):
         symmetric = _one(text, words, {"sym": True, "asym": False}, None)
-        group = _one(text, words, _group_words(words), "auto")
+        group: GroupSize = _one(text, words, _group_words(words), AUTO)
         scheme: SchemeAsked = IntegerWeights(int(name[1:]), symmetric, group)
         if scheme.bits == 8 and symmetric is False:
             raise UsageError(f"{text!r}: 8-bit weights are symmetric in every format; write w8")
@@ -111,7 +112,7 @@ def parse_scheme(text: str) -> SchemeAsked:
         scheme = w8a8_scheme(static=_one(text, words, {"static": True, "dynamic": False}, False))
     elif name == "fp8":
         weight_only = _one(text, words, {"weights": True}, False)
-        granularity = _one(text, words, {word: word for word in GRANULARITIES}, "channel")
+        granularity = _one(text, words, {word: word for word in GRANULARITIES}, GRANULARITIES[1])
         scheme = fp8_scheme(granularity, weight_only=weight_only)
     else:
         raise UsageError(f"{text!r} is no scheme; known are {FORMS}")

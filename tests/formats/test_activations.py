@@ -45,9 +45,13 @@ def test_every_value_is_the_one_a_plain_loop_gives(scheme: ActivationScheme) -> 
             peak = float(values.abs().max())
             steps = 127.5 if scheme.type == "int" else 448.0
             scale = float(torch.tensor(peak) / steps) if peak else 1.0
-            for value, rounded in zip(values.tolist(), found[row, start : start + width], strict=True):
+            for value, rounded in zip(
+                values.tolist(), found[row, start : start + width], strict=True
+            ):
                 ratio = float(torch.tensor(value) / torch.tensor(scale))
-                code = min(max(round(ratio), -128), 127) if scheme.type == "int" else _ref_e4m3(ratio)
+                code = (
+                    min(max(round(ratio), -128), 127) if scheme.type == "int" else _ref_e4m3(ratio)
+                )
                 assert float(rounded) == pytest.approx(code * scale, rel=1e-6)
 
 

@@ -179,7 +179,9 @@ def test_the_reference_package_decompresses_the_same_bits(scheme: WeightScheme) 
     config = ct.quantization_config({"a": scheme}, [])
     parsed = QuantizationConfig.model_validate(config)
     compressor = BaseCompressor.load_from_registry(config["format"])
-    packed = {name: part.float() if "scale" in name else part for name, part in ct.pack(tensor).items()}
+    packed = {
+        name: part.float() if "scale" in name else part for name, part in ct.pack(tensor).items()
+    }
     theirs = compressor.decompress(packed, parsed.config_groups["group_0"])["weight"]
     assert torch.equal(theirs.float(), tensor.dequantize())
 

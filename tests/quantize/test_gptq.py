@@ -171,9 +171,7 @@ def test_a_moment_that_is_not_finite_falls_back_to_nearest_and_says_why(bad: flo
     hessian[3, 5] = bad
     weights = [_weight(4, 64, seed) for seed in (1, 2)]
     nearest = [quantize_rtn(weight, SCHEMES[0], torch.float32) for weight in weights]
-    for outcome, plain in zip(
-        gptq.solve_group(weights, nearest, hessian), nearest, strict=True
-    ):
+    for outcome, plain in zip(gptq.solve_group(weights, nearest, hessian), nearest, strict=True):
         assert outcome.tensor is plain
         assert outcome.fallback is not None and "cannot be factored" in outcome.fallback
 

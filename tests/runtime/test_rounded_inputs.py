@@ -87,7 +87,13 @@ def test_rounding_the_inputs_shows_in_the_logits_and_in_the_load_plan(
 
 @pytest.mark.parametrize(
     "scheme",
-    [w8a8_scheme(), w8a8_scheme(static=True), fp8_scheme("tensor"), fp8_scheme(), fp8_scheme("block")],
+    [
+        w8a8_scheme(),
+        w8a8_scheme(static=True),
+        fp8_scheme("tensor"),
+        fp8_scheme(),
+        fp8_scheme("block"),
+    ],
     ids=WeightScheme.describe,
 )
 def test_the_product_is_that_of_codes_and_scales_in_float64(scheme: WeightScheme) -> None:
