@@ -187,8 +187,8 @@ scheme_options = options(
     click.option(
         "--granularity",
         type=click.Choice(["tensor", "channel", "block"]),
-        help="What shares an FP8 scale: channel (default; inputs by token), tensor (static inputs), "
-        "or blocks of 128 x 128 (inputs in groups of 128).",
+        help="What shares an FP8 scale: channel (default; inputs by token), tensor (static "
+        "inputs), or blocks of 128 x 128 (inputs in groups of 128).",
     ),
     click.option("--weight-only", is_flag=True, help="FP8 weights, inputs in 16 bits."),
     click.option(

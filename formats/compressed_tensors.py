@@ -145,7 +145,7 @@ def quantization_config(schemes: Mapping[str, WeightScheme], ignore: list[str]) 
     for name, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(name)
     layouts = sorted({layout_of(scheme) for scheme in by_scheme})
-    groups = {}
+    groups: dict[str, dict[str, Any]] = {}
     for index, (scheme, names) in enumerate(by_scheme.items()):
         targets = [LINEAR] if len(by_scheme) == 1 else sorted(names)
         groups[f"group_{index}"] = {

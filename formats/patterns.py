@@ -76,7 +76,7 @@ def _means_nothing(pattern: str, modules: Sequence[str], option: str) -> Quantiz
     near = get_close_matches(pattern.removeprefix(_REGEX), sorted(runs), n=5, cutoff=0.5)
     listed = f"near are {', '.join(near)}" if near else f"one is {modules[0]}"
     return QuantizationError(
-        f"{option}={pattern!r}: means none of the model's {len(modules)} linears; a pattern is whole "
-        "dotted parts of a name, or re: and a regular expression that matches from its start: "
-        f"{listed}"
+        f"{option}={pattern!r}: means none of the model's {len(modules)} linears; a pattern is "
+        "whole dotted parts of a name, or re: and a regular expression that matches from its "
+        f"start: {listed}"
     )

@@ -104,8 +104,8 @@ class WeightScheme:
             raise UsageError(f"type={self.type!r}: use int or float")
         if self.type == "float" and (self.bits != 8 or self.strategy == "group"):
             raise UsageError(
-                f"float weights of {self.bits} bits by {self.strategy}: FP8 has 8 bits, and a scale "
-                "a tensor, channel or block"
+                f"float weights of {self.bits} bits by {self.strategy}: FP8 has 8 bits, and a "
+                "scale a tensor, channel or block"
             )
         if self.type == "int" and self.strategy == "block":
             raise UsageError("strategy='block' with integer weights: only FP8 has blocks")

@@ -118,9 +118,10 @@ def _inverse_factor(hessian: Tensor) -> Tensor | None:
 def solve_group(
     weights: Sequence[Tensor], nearest: Sequence[QuantizedTensor], hessian: Tensor
 ) -> list[Outcome]:
-    """Solve weights [N_i, K] that share an input with second moment [K, K]; never worse than nearest.
+    """Solve weights [N_i, K] that share an input, none worse than rounded to nearest.
 
     Args:
+        weights: float32, with one input whose second moment is ``hessian`` [K, K].
         nearest: each weight rounded to nearest; gives the grid, and what a module falls back to.
     """
     factor = factorize(hessian)
