@@ -8,7 +8,7 @@ import torch
 
 from qtool.calibration.sources import BUILTIN
 from qtool.errors import UsageError
-from qtool.formats.scheme import PORTABLE_BITS, fp8_scheme, w8a8_scheme
+from qtool.formats.scheme import PORTABLE_BITS, Strategy, fp8_scheme, w8a8_scheme
 from qtool.quantize.methods import METHODS
 from qtool.quantize.schemes import (
     GRANULARITIES,
@@ -57,7 +57,7 @@ class QuantizeOptions:
     group_size: GroupSize | None = None
     symmetric: bool | None = None
     activations: str | None = None
-    granularity: str | None = None
+    granularity: Strategy | None = None
     weight_only: bool = False
     layers: tuple[str, ...] = ()
     lm_head: int | None = None
