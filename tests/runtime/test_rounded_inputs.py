@@ -163,3 +163,22 @@ def test_a_quantized_head_is_untied_and_the_embedding_stays(
     )
     error = _relative(run_whole(loaded.decoder, _ids()), run_whole(plain.decoder, _ids()))
     assert 0 < error < (0.2 if bits == 4 else 0.01)
+
+
+def test_linears_of_one_model_may_differ_and_transformers_agrees(
+    source: Path, tmp_path: Path
+) -> None:
+    layers = ("down_proj=w8a8", "o_proj=fp8", "layers.1.mlp=w8-row")
+    folder = _quantized(source, tmp_path / "q", method="rtn", symmetric=True, layers=layers)
+    with CheckpointReader(folder) as reader:
+        assert reader.config["quantization_config"]["format"] == "mixed-precision"
+    loaded = load_model(folder, ModelOptions(device="cpu", backend="reference"))
+    found = {name: scheme.describe() for name, scheme in loaded.schemes.items()}
+    assert found["model.layers.0.self_attn.q_proj"] == "W4 sym g128"
+    assert found["model.layers.0.self_attn.o_proj"] == "FP8 channel, dynamic"
+    assert found["model.layers.0.mlp.down_proj"] == "W8A8 channel, dynamic"
+    assert found["model.layers.1.mlp.down_proj"] == "W8 sym channel"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([_ids()])).logits[0]
+    assert _relative(run_whole(loaded.decoder, _ids()), expected) < 0.02
