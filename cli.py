@@ -13,12 +13,13 @@ from click.core import ParameterSource
 
 from qtool import __version__
 from qtool.commands.cli_options import (
+    METHOD_NAMES,
     ErrorsAsMessages,
     loading_options,
     output_options,
-    parse_group_size,
     parse_size,
     sampling_options,
+    scheme_options,
     take_loading,
 )
 
@@ -37,20 +38,15 @@ def main() -> None:
 
 @main.command()
 @click.argument("model")
-@click.option("--method", type=click.Choice(["awq", "rtn"]), default="awq", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True)
 @click.option(
-    "--group-size",
-    type=parse_group_size,
-    metavar="auto|N|row",
-    default="auto",
+    "--method",
+    type=click.Choice(METHOD_NAMES),
+    default="awq",
     show_default=True,
-    help="Weights that share a scale; auto takes the largest of 128, 64, 32 that fits all rows.",
+    help="+clip and +gptq are further steps; docs/quantization.md tells them apart.",
 )
-@click.option(
-    "--symmetric/--asymmetric", default=None, help="Default: asymmetric at 4 bits, symmetric at 8."
-)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@scheme_options
 @click.option(
     "--ignore",
     metavar="PATTERN",
@@ -81,13 +77,13 @@ def main() -> None:
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at the output folder.")
 @output_options
-def quantize(model: str, out: Path, bits: str, as_json: bool, quiet: bool, **values: Any) -> None:
+def quantize(model: str, out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     """Quantize MODEL into a compressed-tensors checkpoint."""
     from qtool.commands import quantize as command
     from qtool.commands.console import Show
     from qtool.quantize.options import QuantizeOptions
 
-    chosen = QuantizeOptions(bits=int(bits), **values)
+    chosen = QuantizeOptions(**values)
     given = click.get_current_context().get_parameter_source("calibration")
     if given is ParameterSource.COMMANDLINE and not chosen.needs_calibration:
         raise click.UsageError(

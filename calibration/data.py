@@ -157,3 +157,12 @@ def _require_blocks(
             f"{num_blocks * seq_len}; give a longer text, or ask for fewer or shorter blocks "
             f"({blocks.shape[0]} of this length fit)"
         )
+
+
+def canonical_order(ids: Tensor) -> Tensor:
+    """Samples [num_samples, seq_len] sorted by their tokens.
+
+    Searches look at some of the tokens; sorted, the same ones in whatever order samples came.
+    """
+    rows = sorted(range(ids.shape[0]), key=lambda row: ids[row].tolist())
+    return ids[rows]

@@ -88,6 +88,13 @@ def parse_group_size(value: str) -> int | str:
     return int(value)
 
 
+def parse_bits(value: str) -> int:
+    """``4`` or ``8``."""
+    if value not in ("4", "8"):
+        raise click.BadParameter(f"{value!r}: portable widths are 4 and 8")
+    return int(value)
+
+
 def options(*decorators: Decorator) -> Decorator:
     """Several options as one decorator, in the order they are listed."""
 
@@ -144,6 +151,63 @@ def take_loading(values: dict[str, Any]) -> dict[str, Any]:
     """Move the values of :func:`loading_options` out of a command's; fields of ModelOptions."""
     names = ("device", "dtype", "backend", "cpu_compute", "kv_cache_dtype", "strict")
     return {name: values.pop(name) for name in names}
+
+
+# Repeated here so that --help loads no torch; a test holds it against quantize.methods.
+METHOD_NAMES = (
+    "rtn",
+    "rtn+clip",
+    "gptq",
+    "awq",
+    "awq+gptq",
+    "smoothquant",
+    "smoothquant+gptq",
+    "fp8",
+)
+
+scheme_options = options(
+    click.option("--bits", type=parse_bits, metavar="4|8", help="Of weights alone; default 4."),
+    click.option(
+        "--group-size",
+        type=parse_group_size,
+        metavar="auto|N|row",
+        help="Weights that share a scale; auto, the default, takes the largest of 128, 64, 32 that "
+        "fits all rows.",
+    ),
+    click.option(
+        "--symmetric/--asymmetric",
+        default=None,
+        help="Default: asymmetric at 4 bits, symmetric at 8.",
+    ),
+    click.option(
+        "--activations",
+        type=click.Choice(["dynamic", "static"]),
+        help="Scales of SmoothQuant's inputs: one a token (default), or one from calibration.",
+    ),
+    click.option(
+        "--granularity",
+        type=click.Choice(["tensor", "channel", "block"]),
+        help="What shares an FP8 scale: channel (default; inputs by token), tensor (static "
+        "inputs), or blocks of 128 x 128 (inputs in groups of 128).",
+    ),
+    click.option("--weight-only", is_flag=True, help="FP8 weights, inputs in 16 bits."),
+    click.option(
+        "--layer",
+        "layers",
+        metavar="PATTERN=SCHEME",
+        multiple=True,
+        help="Another scheme for some linears: w4, w8 (-sym, -asym, -g64, -row), w8a8 (-static), "
+        "fp8 (-tensor, -block, -weights). Patterns as for --ignore; the last one that fits holds.",
+    ),
+    click.option(
+        "--lm-head",
+        type=parse_bits,
+        metavar="4|8",
+        help="Quantize the head too, in this many bits.",
+    ),
+    click.option("--skip-first", type=int, default=0, help="Leave the first N blocks as they are."),
+    click.option("--skip-last", type=int, default=0, help="Leave the last N blocks as they are."),
+)
 
 
 sampling_options = options(

@@ -1,7 +1,8 @@
 """Affine quantization: ``weight = scale * (code - zero)``. This is the only place that says so.
 
-Every granularity (tensor, channel, group) is one reshape to [rows, r, columns, c], where a
-block of r x c weights shares a scale. Codes and zeros are unsigned integers in uint8.
+Every granularity (tensor, channel, group, block) is one reshape to [rows, r, columns, c], where
+a block of r x c weights shares a scale. Integer codes and all zeros are uint8; FP8 codes are
+float8_e4m3fn, their zeros 0.
 
 Scales are rounded to the dtype they are stored in *before* codes are computed from them;
 otherwise the file would hold codes for a grid that nobody can rebuild.
@@ -9,19 +10,28 @@ otherwise the file would hold codes for a grid that nobody can rebuild.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from qtool.formats.scheme import WeightScheme
+from qtool.formats.scheme import FLOAT8_MAX, CodeType, WeightScheme
 
 # AutoRound's bound: below it float16 scales turn subnormal and their reciprocals overflow.
 MIN_SCALE = 1e-5
 
+CODE_DTYPES: Mapping[CodeType, torch.dtype] = {"int": torch.uint8, "float": torch.float8_e4m3fn}
+
 
 def to_blocks(weight: Tensor, scheme: WeightScheme) -> Tensor:
-    """View a weight [N, K] as its blocks [N/r, K/c, r*c]."""
-    rows, columns = scheme.block_shape((weight.shape[0], weight.shape[1]))
-    out_blocks, in_blocks = weight.shape[0] // rows, weight.shape[1] // columns
+    """A weight [N, K] as its blocks [ceil(N/r), ceil(K/c), r*c], filled up with zeros."""
+    shape = weight.shape[0], weight.shape[1]
+    rows, columns = scheme.block_shape(shape)
+    out_blocks, in_blocks = scheme.grid_shape(shape)
+    padding = out_blocks * rows - shape[0], in_blocks * columns - shape[1]
+    if any(padding):
+        weight = functional.pad(weight, (0, padding[1], 0, padding[0]))
     grid = weight.reshape(out_blocks, rows, in_blocks, columns)
     return grid.transpose(1, 2).reshape(out_blocks, in_blocks, rows * columns)
 
@@ -29,8 +39,15 @@ def to_blocks(weight: Tensor, scheme: WeightScheme) -> Tensor:
 def from_blocks(blocks: Tensor, scheme: WeightScheme, shape: tuple[int, int]) -> Tensor:
     """Inverse of :func:`to_blocks`."""
     rows, columns = scheme.block_shape(shape)
-    grid = blocks.reshape(shape[0] // rows, shape[1] // columns, rows, columns)
-    return grid.transpose(1, 2).reshape(shape)
+    out_blocks, in_blocks = scheme.grid_shape(shape)
+    grid = blocks.reshape(out_blocks, in_blocks, rows, columns).transpose(1, 2)
+    whole = grid.reshape(out_blocks * rows, in_blocks * columns)
+    return whole[: shape[0], : shape[1]]
+
+
+def per_row(grid: Tensor, scheme: WeightScheme, shape: tuple[int, int]) -> Tensor:
+    """A scheme's scales or zeros [N/r, K/c] for every row: [N, K/c]."""
+    return grid.repeat_interleave(scheme.block_shape(shape)[0], dim=0)[: shape[0]]
 
 
 def choose_grid(
@@ -40,7 +57,7 @@ def choose_grid(
 
     Args:
         weight: [N, K], any floating dtype.
-        scheme: bits, symmetry and block shape.
+        scheme: type, bits, symmetry and block shape.
         scale_dtype: dtype the scales will be stored in; they are rounded to it.
         clip: optional shrink factor in (0, 1] per block, [N/r, K/c], applied to both ends.
 
@@ -55,9 +72,7 @@ def choose_grid(
     if clip is not None:
         high, low = high * clip, low * clip
     if scheme.symmetric:
-        # The negative end has one code more, so the range is divided by half the levels minus
-        # one half: the largest weight is at most half a step outside.
-        span, steps = torch.maximum(high, -low), (scheme.levels - 1) / 2
+        span, steps = torch.maximum(high, -low), scheme.symmetric_steps
     else:
         span, steps = high - low, float(scheme.max_code)
     scales = (span / steps).clamp(min=MIN_SCALE)
@@ -69,16 +84,25 @@ def choose_grid(
     return scales, zeros
 
 
+def round_codes(steps: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:
+    """Codes, as float32 values, of weights in units of their scale; the input may be overwritten.
+
+    FP8 is clamped before the cast: e4m3fn has no infinity, and a cast from beyond 448 gives NaN.
+    """
+    if scheme.type == "float":
+        return steps.clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
+    return steps.round_().add_(zeros).clamp_(0, scheme.max_code)
+
+
 def quantize(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:
-    """Codes [N, K] in uint8 of a weight [N, K] on the given grid, rounded to nearest."""
-    blocks = to_blocks(weight, scheme).float()
-    codes = (blocks / scales.float().unsqueeze(-1)).round() + zeros.unsqueeze(-1)
-    shape = (weight.shape[0], weight.shape[1])
-    return from_blocks(codes.clamp(0, scheme.max_code).to(torch.uint8), scheme, shape)
+    """Codes [N, K] of a weight [N, K] on the given grid, rounded to nearest."""
+    steps = to_blocks(weight, scheme).float() / scales.float().unsqueeze(-1)
+    codes = round_codes(steps, zeros.float().unsqueeze(-1), scheme).to(CODE_DTYPES[scheme.type])
+    return from_blocks(codes, scheme, (weight.shape[0], weight.shape[1])).contiguous()
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:
     """Float32 weight [N, K] of codes [N, K]."""
-    blocks = to_blocks(codes, scheme).float()
+    blocks = to_blocks(codes.float(), scheme)
     weight = scales.float().unsqueeze(-1) * (blocks - zeros.float().unsqueeze(-1))
     return from_blocks(weight, scheme, (codes.shape[0], codes.shape[1]))

@@ -45,8 +45,10 @@ def _regex_matches(pattern: str, module: str) -> bool:
     return re.match(pattern.removeprefix(_REGEX), module) is not None
 
 
-def select(patterns: Iterable[str], modules: Sequence[str]) -> frozenset[str]:
-    """The modules that any of a user's patterns means.
+def select(
+    patterns: Iterable[str], modules: Sequence[str], option: str = "ignore"
+) -> frozenset[str]:
+    """The modules that any of a user's patterns means; ``option`` brought them, for messages.
 
     Raises:
         UsageError: a pattern is empty or no regular expression.
@@ -55,15 +57,17 @@ def select(patterns: Iterable[str], modules: Sequence[str]) -> frozenset[str]:
     selected: set[str] = set()
     for pattern in patterns:
         if problem := regex_problem(pattern):
-            raise UsageError(f"ignore={pattern!r}: is no regular expression ({problem}); repair it")
+            raise UsageError(
+                f"{option}={pattern!r}: is no regular expression ({problem}); repair it"
+            )
         found = {module for module in modules if pattern and pattern_matches(pattern, module)}
         if not found:
-            raise _means_nothing(pattern, modules)
+            raise _means_nothing(pattern, modules, option)
         selected |= found
     return frozenset(selected)
 
 
-def _means_nothing(pattern: str, modules: Sequence[str]) -> QuantizationError:
+def _means_nothing(pattern: str, modules: Sequence[str], option: str) -> QuantizationError:
     parts = [module.split(".") for module in modules]
     # Every pattern that would mean something.
     runs = {
@@ -72,7 +76,7 @@ def _means_nothing(pattern: str, modules: Sequence[str]) -> QuantizationError:
     near = get_close_matches(pattern.removeprefix(_REGEX), sorted(runs), n=5, cutoff=0.5)
     listed = f"near are {', '.join(near)}" if near else f"one is {modules[0]}"
     return QuantizationError(
-        f"ignore={pattern!r}: means none of the model's {len(modules)} linears; a pattern is whole "
-        "dotted parts of a name, or re: and a regular expression that matches from its start: "
-        f"{listed}"
+        f"{option}={pattern!r}: means none of the model's {len(modules)} linears; a pattern is "
+        "whole dotted parts of a name, or re: and a regular expression that matches from its "
+        f"start: {listed}"
     )

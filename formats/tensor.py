@@ -16,27 +16,37 @@ class QuantizedTensor:
     """A quantized weight in its plainest form.
 
     Attributes:
-        codes: uint8 [out_features, in_features], values ``0 .. 2**bits - 1``.
+        codes: [out_features, in_features]: uint8 ``0 .. 2**bits - 1``, or float8_e4m3fn.
         scales: floating, [rows, columns] of the scheme's grid, in the dtype stored on disk.
         zeros: uint8, shaped like ``scales``; constant for a symmetric scheme.
-        scheme: bits, symmetry and what shares a scale.
+        scheme: type, bits, symmetry, what shares a scale, and what the input is rounded to.
+        input_scale: [1], of a static activation scheme only.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
     scheme: WeightScheme
+    input_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         grid = self.scheme.grid_shape(self.shape)
-        if self.codes.dtype != torch.uint8 or self.zeros.dtype != torch.uint8:
+        expected = affine.CODE_DTYPES[self.scheme.type]
+        if self.codes.dtype != expected or self.zeros.dtype != torch.uint8:
             raise ValueError(
-                f"codes {self.codes.dtype}, zeros {self.zeros.dtype}: both must be torch.uint8"
+                f"codes {self.codes.dtype}, zeros {self.zeros.dtype}: they must be {expected} and "
+                "torch.uint8"
             )
         if tuple(self.scales.shape) != grid or tuple(self.zeros.shape) != grid:
             raise ValueError(
                 f"scales {tuple(self.scales.shape)}, zeros {tuple(self.zeros.shape)}: a weight of "
                 f"{self.shape} with {self.scheme.describe()} needs {grid}"
+            )
+        found = None if self.input_scale is None else tuple(self.input_scale.shape)
+        if found != ((1,) if self.scheme.has_input_scale else None):
+            raise ValueError(
+                f"input_scale of shape {found} with {self.scheme.describe()}: a static scheme has "
+                "one of shape (1,), others none"
             )
 
     @property
@@ -50,8 +60,9 @@ class QuantizedTensor:
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same tensor on another device."""
+        scale = None if self.input_scale is None else self.input_scale.to(device)
         return QuantizedTensor(
-            self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.scheme
+            self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.scheme, scale
         )
 
 
@@ -64,22 +75,36 @@ def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightS
     """
     scale, zero = scales.float().unsqueeze(-1), zeros.float().unsqueeze(-1)
     blocks = affine.to_blocks(weight, scheme).float() / scale
-    blocks.round_().add_(zero).clamp_(0, scheme.max_code).sub_(zero).mul_(scale)
+    blocks = affine.round_codes(blocks, zero, scheme).sub_(zero).mul_(scale)
     return affine.from_blocks(blocks, scheme, (weight.shape[0], weight.shape[1]))
+
+
+def can_stack(parts: list[QuantizedTensor]) -> bool:
+    """Whether weights of one scheme are also one weight of it, stacked along out_features.
+
+    Not if a scale spans rows of several weights, or their inputs have different scales.
+    """
+    scheme = parts[0].scheme
+    rows = scheme.block_shape(parts[0].shape)[0]
+    if scheme.strategy == "tensor" or any(part.shape[0] % rows for part in parts[:-1]):
+        return False
+    scales = [part.input_scale for part in parts if part.input_scale is not None]
+    return all(torch.equal(scale, scales[0]) for scale in scales)
 
 
 def concatenate_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
     """Stack weights of one scheme along out_features, as fused projections want them.
 
     Raises:
-        ValueError: schemes or row lengths differ, or the grid spans rows (``tensor``).
+        ValueError: schemes or row lengths differ, or they do not stack (:func:`can_stack`).
     """
     first = parts[0]
-    if any(part.scheme != first.scheme for part in parts) or first.scheme.strategy == "tensor":
-        raise ValueError("only weights of one per-row or per-group scheme can be stacked")
+    if any(part.scheme != first.scheme for part in parts) or not can_stack(parts):
+        raise ValueError("only weights of one scheme whose scales stay within rows can be stacked")
     return QuantizedTensor(
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scales for part in parts]),
         torch.cat([part.zeros for part in parts]),
         first.scheme,
+        first.input_scale,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from qtool.formats import affine
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import round_to_grid
+from qtool.quantize.smoothing import ScaleChoice, choose_scales
 
 # The paper's grid: exponents 0, 1/20, ... 19/20 of the mean magnitude.
 NUM_RATIOS = 20
@@ -28,23 +28,6 @@ MIN_SCALE = 1e-4
 # A range is shrunk at most to 11/20, where the paper's search ends too.
 NUM_CLIP_STEPS = 10
 CLIP_STEP = 1 / 20
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScaleChoice:
-    """Result of :func:`search_scales`.
-
-    Attributes:
-        ratio: exponent of the mean magnitude; 0 is identity.
-        scales: float32 [K]; exactly 1 for identity.
-        loss: loss with these scales, never above ``identity_loss``.
-        identity_loss: loss without smoothing.
-    """
-
-    ratio: float
-    scales: Tensor
-    loss: float
-    identity_loss: float
 
 
 def smoothing_scales(mean_abs: Tensor, ratio: float) -> Tensor:
@@ -67,16 +50,9 @@ def search_scales(mean_abs: Tensor, loss: Callable[[Tensor], float]) -> ScaleCho
         mean_abs: mean of \\|x\\| per channel, float32 [K].
         loss: output error of the parent module with weights rounded under given scales [K].
     """
-    scales = smoothing_scales(mean_abs, 0)
-    identity_loss = loss(scales)
-    best = ScaleChoice(0.0, scales, identity_loss, identity_loss)
-    for step in range(1, NUM_RATIOS):
-        ratio = step / NUM_RATIOS
-        scales = smoothing_scales(mean_abs, ratio)
-        candidate = loss(scales)
-        if math.isfinite(candidate) and candidate < best.loss:
-            best = ScaleChoice(ratio, scales, candidate, identity_loss)
-    return best
+    ratios = [step / NUM_RATIOS for step in range(1, NUM_RATIOS)]
+    candidates = ((ratio, smoothing_scales(mean_abs, ratio)) for ratio in ratios)
+    return choose_scales(smoothing_scales(mean_abs, 0), candidates, loss)
 
 
 def round_scaled(

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qtool.calibration.weights import read_weight
-from qtool.quantize.awq_block import awq_blocks
+from qtool.quantize.block import quantized_blocks
 from qtool.quantize.job import Job, QuantizedBlock
+from qtool.quantize.recipe import Recipe
 from qtool.quantize.report import module_record
 from qtool.quantize.rtn import quantize_rtn
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A quantization method: its stream of blocks, and whether it needs calibration data."""
+    """A quantization method, as its recipe."""
 
-    needs_calibration: bool
-    run: Callable[[Job], Iterator[QuantizedBlock]]
+    recipe: Recipe
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it cannot do without data."""
+        return self.recipe.needs_calibration
+
+    def run(self, job: Job) -> Iterator[QuantizedBlock]:
+        """All blocks of a job, in order. Without calibration tokens there is no forward pass."""
+        blocks = _rounded_blocks if job.ids is None else quantized_blocks
+        return blocks(job, self.recipe)
 
 
-def rtn_blocks(job: Job) -> Iterator[QuantizedBlock]:
-    """All blocks of a job, rounded as they are, with no forward pass."""
+def _rounded_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
+    """All blocks of a job, rounded as they are."""
+    assert not recipe.needs_calibration
     for prefix in job.family.block_prefixes(job.reader.config):
         weights, records = {}, []
         for name in (f"{prefix}.{linear}" for linear in job.schemes_of(prefix)):
             weight = read_weight(job.reader, f"{name}.weight", job.device)
             weights[name] = quantize_rtn(weight, job.schemes[name], job.dtype)
-            records.append(module_record(name, "rtn", weight, weights[name]))
+            records.append(module_record(name, recipe.name, weight, weights[name]))
         yield QuantizedBlock(weights, tuple(records))
 
 
-METHODS: Mapping[str, Method] = {
-    "awq": Method(needs_calibration=True, run=awq_blocks),
-    "rtn": Method(needs_calibration=False, run=rtn_blocks),
-}
+_RECIPES = (
+    Recipe(name="rtn"),
+    Recipe(name="rtn+clip", clip=True),
+    Recipe(name="gptq", solve=True),
+    Recipe(name="awq", smoothing="awq", clip=True),
+    Recipe(name="awq+gptq", smoothing="awq", clip=True, solve=True),
+    Recipe(name="smoothquant", smoothing="smoothquant", family="w8a8"),
+    Recipe(name="smoothquant+gptq", smoothing="smoothquant", solve=True, family="w8a8"),
+    Recipe(name="fp8", family="fp8"),
+)
+
+METHODS: Mapping[str, Method] = {recipe.name: Method(recipe) for recipe in _RECIPES}

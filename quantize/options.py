@@ -8,8 +8,16 @@ import torch
 
 from qtool.calibration.sources import BUILTIN
 from qtool.errors import UsageError
+from qtool.formats.scheme import PORTABLE_BITS, Strategy, fp8_scheme, w8a8_scheme
 from qtool.quantize.methods import METHODS
-from qtool.quantize.plan import GroupSize
+from qtool.quantize.schemes import (
+    GRANULARITIES,
+    GroupSize,
+    IntegerWeights,
+    SchemeAsked,
+    SchemesAsked,
+    parse_override,
+)
 
 STORED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -20,11 +28,18 @@ class QuantizeOptions:
 
     Attributes:
         method: name in :data:`qtool.quantize.methods.METHODS`.
-        bits: 4 or 8.
-        group_size: weights that share a scale; ``auto`` takes the largest of 128, 64 and 32
-            that divides every row, ``row`` is one scale a row.
-        symmetric: ``None`` is asymmetric at 4 bits and symmetric at 8, where formats want it.
+        bits, group_size, symmetric: of methods that quantize weights alone; see
+            :class:`~qtool.quantize.schemes.IntegerWeights`. ``None`` is 4, ``auto``, and asymmetric
+            at 4 bits. ``auto`` takes the largest of 128, 64 and 32 that divides every row, ``row``
+            is one scale a row.
+        activations: of SmoothQuant: ``dynamic`` (a scale a token) if ``None``, or ``static``.
+        granularity: of ``fp8``: what shares a scale; ``channel`` if ``None``. See
+            :func:`~qtool.formats.scheme.fp8_scheme`.
+        weight_only: of ``fp8``: leave inputs in 16 bits.
+        layers: ``PATTERN=SCHEME`` overrides; see :mod:`qtool.quantize.schemes`.
+        lm_head: bits of the head's weight; ``None`` leaves it in 16 bits.
         ignore: patterns of linears that stay as they are; see :mod:`qtool.formats.patterns`.
+        skip_first, skip_last: blocks at either end that stay as they are.
         calibration: text sources, each perhaps with ``=WEIGHT``; see
             :mod:`qtool.calibration.sources`.
         samples, seq_len: calibration blocks and their length in tokens.
@@ -38,10 +53,17 @@ class QuantizeOptions:
     """
 
     method: str = "awq"
-    bits: int = 4
-    group_size: GroupSize = "auto"
+    bits: int | None = None
+    group_size: GroupSize | None = None
     symmetric: bool | None = None
+    activations: str | None = None
+    granularity: Strategy | None = None
+    weight_only: bool = False
+    layers: tuple[str, ...] = ()
+    lm_head: int | None = None
     ignore: tuple[str, ...] = ()
+    skip_first: int = 0
+    skip_last: int = 0
     calibration: tuple[str, ...] = (BUILTIN,)
     samples: int = 128
     seq_len: int = 512
@@ -54,6 +76,18 @@ class QuantizeOptions:
         _require_choice("method", self.method, METHODS)
         _require_choice("dtype", self.dtype, ("auto", *STORED_DTYPES))
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
+        self._refuse_foreign()
+        if self.activations not in (None, "dynamic", "static"):
+            raise UsageError(f"activations={self.activations!r}: choose dynamic or static")
+        if self.granularity not in (None, *GRANULARITIES):
+            raise UsageError(
+                f"granularity={self.granularity!r}: choose one of {', '.join(GRANULARITIES)}"
+            )
+        if self.lm_head not in (None, *PORTABLE_BITS):
+            raise UsageError(f"lm_head={self.lm_head}: choose 4 or 8 bits, or leave it out")
+        if min(self.skip_first, self.skip_last) < 0:
+            raise UsageError("skip_first and skip_last are numbers of blocks: 0 or more")
+        _ = self.schemes  # refuses overrides that are none
         if self.samples < 1:
             raise UsageError(f"samples={self.samples}: calibration needs at least one block")
         if self.seq_len < 2:
@@ -61,15 +95,55 @@ class QuantizeOptions:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("device='cuda': PyTorch sees no GPU here; use auto or cpu")
 
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether the method looks at data."""
-        return METHODS[self.method].needs_calibration
+    def _refuse_foreign(self) -> None:
+        """An option of another method has no meaning."""
+        given = {
+            "bits": self.bits is not None,
+            "group_size": self.group_size is not None,
+            "symmetric": self.symmetric is not None,
+            "activations": self.activations is not None,
+            "granularity": self.granularity is not None,
+            "weight_only": self.weight_only,
+        }
+        own = METHODS[self.method].recipe.scheme_options
+        for name in (name for name, is_given in given.items() if is_given and name not in own):
+            raise UsageError(
+                f"{name}={getattr(self, name)!r}: has no meaning for method {self.method}, which "
+                f"takes {', '.join(own)}; leave it out"
+            )
 
     @property
-    def grid_is_symmetric(self) -> bool:
-        """``symmetric`` with its default filled in."""
-        return self.bits == 8 if self.symmetric is None else self.symmetric
+    def schemes(self) -> SchemesAsked:
+        """What is asked for, linear by linear.
+
+        Raises:
+            UsageError: an override that is none.
+        """
+        return SchemesAsked(
+            default=self._default_scheme(),
+            overrides=tuple(parse_override(text) for text in self.layers),
+            ignore=self.ignore,
+            skip_first=self.skip_first,
+            skip_last=self.skip_last,
+            head=None if self.lm_head is None else IntegerWeights(self.lm_head),
+        )
+
+    def _default_scheme(self) -> SchemeAsked:
+        family = METHODS[self.method].recipe.family
+        if family == "w8a8":
+            return w8a8_scheme(static=self.activations == "static")
+        if family == "fp8":
+            return fp8_scheme(self.granularity or "channel", weight_only=self.weight_only)
+        return IntegerWeights(
+            4 if self.bits is None else self.bits,
+            self.symmetric,
+            "auto" if self.group_size is None else self.group_size,
+        )
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the run looks at data."""
+        return METHODS[self.method].needs_calibration or self.schemes.has_static_inputs
 
     @property
     def torch_device(self) -> torch.device:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from qtool import __version__
+from qtool.calibration.data import canonical_order
 from qtool.calibration.families import find_family
 from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
 from qtool.calibration.weights import to_stored
@@ -26,6 +27,8 @@ from qtool.formats.checkpoint import (
     check_target,
 )
 from qtool.formats.compressed_tensors import pack, quantization_config
+from qtool.formats.tensor import QuantizedTensor
+from qtool.quantize.head import head_config, quantize_head
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
@@ -91,15 +94,7 @@ def _plan(reader: CheckpointReader, options: QuantizeOptions) -> Job:
             "shorter samples"
         )
     family = find_family(reader.config)
-    schemes = plan_schemes(
-        reader,
-        reader.config,
-        family,
-        bits=options.bits,
-        symmetric=options.grid_is_symmetric,
-        group_size=options.group_size,
-        ignore=options.ignore,
-    )
+    schemes = plan_schemes(reader, reader.config, family, options.schemes)
     dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
     return Job(reader, family, schemes, dtype, options.torch_device, ids=None)
 
@@ -123,7 +118,7 @@ def _calibrate(
         sampler=sampler,
     )
     progress(Progress("calibration", 1, 1, f"{blocks.ids.numel()} tokens of {names}"))
-    return replace(job, ids=blocks.ids), blocks.manifest
+    return replace(job, ids=canonical_order(blocks.ids)), blocks.manifest
 
 
 def _write_tensors(
@@ -139,17 +134,25 @@ def _write_tensors(
             _write_block(job, prefixes[index], block, writer)
             records += block.records
             progress(Progress("quantize", index + 1, len(prefixes), prefixes[index]))
+    if (head := quantize_head(job)) is not None:
+        _write_module(HEAD, head[0], writer)
+        records.append(head[1])
     return records
+
+
+def _write_module(module: str, tensor: QuantizedTensor, writer: CheckpointWriter) -> None:
+    for part, packed in pack(tensor.to("cpu")).items():
+        writer.add(f"{module}.{part}", packed)
 
 
 def _outer_names(job: Job) -> list[str]:
     """Tensors outside the blocks. A tied head is the embedding and is not written again."""
     inside = f"{job.family.blocks}."
-    tied = job.reader.config.get("tie_word_embeddings", False)
+    drop_head = job.reader.config.get("tie_word_embeddings", False) or HEAD in job.schemes
     return [
         name
         for name in job.reader.names()
-        if not name.startswith(inside) and not (tied and name == "lm_head.weight")
+        if not name.startswith(inside) and not (drop_head and name == "lm_head.weight")
     ]
 
 
@@ -171,8 +174,7 @@ def _write_block(job: Job, prefix: str, block: QuantizedBlock, writer: Checkpoin
             continue
         module, _, local = name.rpartition(".")
         if local == "weight" and module in block.weights:
-            for part, tensor in pack(block.weights[module].to("cpu")).items():
-                writer.add(f"{module}.{part}", tensor)
+            _write_module(module, block.weights[module], writer)
         else:
             tensor = block.changed[name] if name in block.changed else job.reader.get(name)
             writer.add(name, to_stored(name, tensor, job.dtype))
@@ -186,8 +188,9 @@ def _result_config(job: Job) -> dict[str, Any]:
     config["dtype"] = str(job.dtype).removeprefix("torch.")
     if "torch_dtype" in config:
         config["torch_dtype"] = config["dtype"]
-    ignored = [n for n in linear_names(config, job.family) if n not in job.schemes]
-    config["quantization_config"] = quantization_config(job.schemes, [HEAD, *ignored])
+    config |= head_config(job)
+    ignored = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
+    config["quantization_config"] = quantization_config(job.schemes, ignored)
     return config
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Protocol
 
 from qtool.calibration.families import ModelFamily
 from qtool.errors import QuantizationError, UsageError
 from qtool.formats.patterns import select
 from qtool.formats.scheme import WeightScheme, weight_scheme
+from qtool.quantize.schemes import GroupSize, Override, SchemeAsked, SchemesAsked
 
-# The head stays in 16 bits. It is named for loaders that match the class Linear.
+# The head stays in 16 bits unless asked for. It is named for loaders that match the class Linear.
 HEAD = "lm_head"
-
-GroupSize = int | Literal["auto", "row"]
 
 # What fast kernels of the field load; `auto` prefers the largest: fewest scales to store.
 AUTO_GROUP_SIZES = (128, 64, 32)
@@ -47,19 +46,12 @@ def check_not_quantized(config: Mapping[str, Any]) -> None:
 
 
 def plan_schemes(
-    shapes: HasShapes,
-    config: Mapping[str, Any],
-    family: ModelFamily,
-    *,
-    bits: int,
-    symmetric: bool,
-    group_size: GroupSize,
-    ignore: Sequence[str] = (),
+    shapes: HasShapes, config: Mapping[str, Any], family: ModelFamily, asked: SchemesAsked
 ) -> dict[str, WeightScheme]:
-    """Scheme of every quantized module, by full name, in true-sequential order.
+    """Scheme of every quantized module, by full name, in true-sequential order; the head is last.
 
-    Embeddings and ``lm_head`` are never in it, nor are linears that a pattern of ``ignore``
-    means (see :func:`~qtool.formats.patterns.pattern_matches`).
+    Embeddings are never in it, ``lm_head`` only if asked for, nor are linears that a pattern of
+    ``ignore`` means (see :func:`~qtool.formats.patterns.pattern_matches`).
 
     Raises:
         QuantizationError: a group size that does not divide a row (every such module is named);
@@ -67,10 +59,72 @@ def plan_schemes(
         UsageError: a scheme no format can hold, or a pattern that is none.
     """
     names = linear_names(config, family)
-    ignored = _ignored(ignore, names, config, family)
-    widths = {n: shapes.shape(f"{n}.weight")[1] for n in names if n not in ignored}
-    scheme = weight_scheme(bits, symmetric, _resolve_group_size(group_size, widths))
-    return dict.fromkeys(widths, scheme)
+    ignored = _ignored(asked, names, config, family)
+    wanted: dict[str, SchemeAsked] = {n: asked.default for n in names if n not in ignored}
+    for override in asked.overrides:
+        wanted |= dict.fromkeys(_overridden(override, names, ignored), override.scheme)
+    widths = {n: shapes.shape(f"{n}.weight")[1] for n in wanted}
+    if asked.head is not None:
+        wanted[HEAD], widths[HEAD] = asked.head, shapes.shape(head_source(config, family))[1]
+    schemes = _resolve(wanted, widths)
+    _refuse_mixture(schemes, config, family)
+    return schemes
+
+
+def head_source(config: Mapping[str, Any], family: ModelFamily) -> str:
+    """Name of the tensor that holds the head's weight: a tied head is the embedding."""
+    tied = config.get("tie_word_embeddings", False)
+    trunk = family.blocks.rpartition(".")[0]
+    return f"{trunk}.embed_tokens.weight" if tied else f"{HEAD}.weight"
+
+
+def _overridden(override: Override, names: Sequence[str], ignored: Set[str]) -> list[str]:
+    """Linears that get an override's scheme."""
+    meant = select([override.pattern], names, option="layer")
+    found = [name for name in names if name in meant and name not in ignored]
+    if not found:
+        raise QuantizationError(
+            f"layer={override.pattern!r}: means only linears that are left as they are; ignore or "
+            "skip fewer, or leave the override out"
+        )
+    return found
+
+
+def _resolve(
+    wanted: Mapping[str, SchemeAsked], widths: Mapping[str, int]
+) -> dict[str, WeightScheme]:
+    """Fill in group sizes: modules of which the same is asked get the same."""
+    resolved: dict[SchemeAsked, WeightScheme] = {}
+    for asked in dict.fromkeys(wanted.values()):
+        if isinstance(asked, WeightScheme):
+            resolved[asked] = asked
+            continue
+        rows = {name: widths[name] for name, scheme in wanted.items() if scheme == asked}
+        size = _resolve_group_size(asked.group_size, rows)
+        resolved[asked] = weight_scheme(asked.bits, asked.grid_is_symmetric, size)
+    return {name: resolved[asked] for name, asked in wanted.items()}
+
+
+def _refuse_mixture(
+    schemes: Mapping[str, WeightScheme], config: Mapping[str, Any], family: ModelFamily
+) -> None:
+    """Linears that read the same input have one scheme."""
+    for group in _fused_groups(config, family):
+        found = {name: schemes[name] for name in group if name in schemes}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name} {scheme.describe()}" for name, scheme in found.items())
+            raise QuantizationError(
+                f"layer: {listed}; engines stack linears that read the same input into one: give "
+                "all of them the same scheme"
+            )
+
+
+def _fused_groups(config: Mapping[str, Any], family: ModelFamily) -> list[list[str]]:
+    return [
+        [f"{prefix}.{linear}" for linear in group]
+        for prefix in family.block_prefixes(config)
+        for group in family.linear_groups
+    ]
 
 
 def linear_names(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
@@ -79,24 +133,31 @@ def linear_names(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
 
 
 def _ignored(
-    patterns: Sequence[str],
-    names: Sequence[str],
-    config: Mapping[str, Any],
-    family: ModelFamily,
+    asked: SchemesAsked, names: Sequence[str], config: Mapping[str, Any], family: ModelFamily
 ) -> frozenset[str]:
-    ignored = select(patterns, [*names, HEAD])
-    groups = [
-        [f"{prefix}.{linear}" for linear in group]
-        for prefix in family.block_prefixes(config)
-        for group in family.linear_groups
-    ]
-    _refuse_split(ignored, groups)
+    ignored = select(asked.ignore, [*names, HEAD], option="ignore")
+    if asked.head is not None and HEAD in ignored:
+        raise UsageError(f"ignore means {HEAD}, and lm_head asks for it; leave one of them out")
+    _refuse_split(ignored, _fused_groups(config, family))
+    ignored |= _skipped(asked, config, family)
     if ignored.issuperset(names):
+        ways = f"ignore={', '.join(asked.ignore)}" if asked.ignore else "skipping blocks"
         raise QuantizationError(
-            f"ignore={', '.join(patterns)}: means all {len(names)} linears, so nothing is left to "
-            "quantize; ignore fewer"
+            f"{ways}: means all {len(names)} linears, so nothing is left to quantize; ignore fewer"
         )
     return ignored
+
+
+def _skipped(asked: SchemesAsked, config: Mapping[str, Any], family: ModelFamily) -> frozenset[str]:
+    """Linears of the blocks at either end that are skipped."""
+    prefixes = family.block_prefixes(config)
+    if asked.skip_first + asked.skip_last >= len(prefixes):
+        raise QuantizationError(
+            f"skip_first={asked.skip_first} and skip_last={asked.skip_last}: the model has "
+            f"{len(prefixes)} blocks, so nothing is left to quantize; skip fewer"
+        )
+    ends = [*prefixes[: asked.skip_first], *prefixes[len(prefixes) - asked.skip_last :]]
+    return frozenset(f"{prefix}.{linear}" for prefix in ends for linear in family.linears)
 
 
 def _refuse_split(ignored: frozenset[str], groups: Sequence[Sequence[str]]) -> None:

@@ -30,6 +30,8 @@ class ModuleRecord:
             without calibration. Errors are against the weights after smoothing.
         tokens: calibration tokens the module has seen.
         awq_ratio: exponent of the smoothing scale on the module's input; 0 is no smoothing.
+        smoothquant_strength: exponent of SmoothQuant's scale on the module's input; 0 is none.
+        regularization: what the GPTQ solve needed beyond its usual damping.
         bits_per_weight: stored bits, scales and zeros included.
         num_weights: weights of the module.
         fallback: why ``used`` differs from ``asked``.
@@ -42,6 +44,8 @@ class ModuleRecord:
     output_error: float | None = None
     tokens: int = 0
     awq_ratio: float | None = None
+    smoothquant_strength: float | None = None
+    regularization: str | None = None
     bits_per_weight: float
     num_weights: int
     fallback: str | None = None

@@ -6,12 +6,59 @@ rewritten offline, so nothing remains to do at run time (AWQ, section 3.2).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+Tie = Literal["mean", "max"]
 
-def tie_over_query_group(per_query: Tensor, head_dim: int, num_value_channels: int) -> Tensor:
-    """Mean over the query heads that read one key-value head.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleChoice:
+    """Result of :func:`choose_scales`.
+
+    Attributes:
+        ratio: strength of the smoothing; 0 is identity.
+        scales: float32 [K]; exactly 1 for identity.
+        loss: loss with these scales, never above ``identity_loss``.
+        identity_loss: loss without smoothing.
+    """
+
+    ratio: float
+    scales: Tensor
+    loss: float
+    identity_loss: float
+
+
+def choose_scales(
+    identity: Tensor,
+    candidates: Iterable[tuple[float, Tensor]],
+    loss: Callable[[Tensor], float],
+) -> ScaleChoice:
+    """The scales with the smallest loss; identity wins ties and non-finite losses.
+
+    Args:
+        identity: ones [K].
+        candidates: strengths and their scales [K].
+        loss: output error of the parent module with weights rounded under given scales [K].
+    """
+    identity_loss = loss(identity)
+    best = ScaleChoice(0.0, identity, identity_loss, identity_loss)
+    for ratio, scales in candidates:
+        candidate = loss(scales)
+        if math.isfinite(candidate) and candidate < best.loss:
+            best = ScaleChoice(ratio, scales, candidate, identity_loss)
+    return best
+
+
+def tie_over_query_group(
+    per_query: Tensor, head_dim: int, num_value_channels: int, how: Tie = "mean"
+) -> Tensor:
+    """Mean, or largest, over the query heads that read one key-value head.
 
     Args:
         per_query: [num_heads * head_dim], heads of one group next to each other.
@@ -22,7 +69,7 @@ def tie_over_query_group(per_query: Tensor, head_dim: int, num_value_channels: i
         [num_kv_heads * head_dim].
     """
     groups = per_query.reshape(num_value_channels // head_dim, -1, head_dim)
-    return groups.mean(1).flatten()
+    return (groups.mean(1) if how == "mean" else groups.amax(1)).flatten()
 
 
 def spread_over_query_group(per_value: Tensor, head_dim: int, num_query_channels: int) -> Tensor:

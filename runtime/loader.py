@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -13,9 +12,9 @@ from qtool.errors import CheckpointError
 from qtool.formats import compressed_tensors
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.scheme import WeightScheme
-from qtool.formats.tensor import QuantizedTensor, concatenate_rows
+from qtool.formats.tensor import QuantizedTensor, can_stack, concatenate_rows
 from qtool.runtime.config import DecoderConfig, parse_decoder_config
-from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp
+from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp, SideBySide
 from qtool.runtime.layers import Attention, DecoderLayer, Mlp
 from qtool.runtime.model import Decoder
 from qtool.runtime.rotary import Rotary
@@ -139,14 +138,26 @@ class DecoderBuilder:
             for module, size in zip(modules, rows, strict=True)
         ]
         biases = [
-            _checked(module, self._source.tensor(f"{module}.bias"), (size,))
+            _checked(module, self._source.tensor(f"{module}.bias"), (size,)) if bias else None
             for module, size in zip(modules, rows, strict=True)
-            if bias
         ]
-        stacked_bias = torch.cat(biases) if biases else None
-        operation = self._backend.linear(_stack(modules, weights), stacked_bias)
+        _refuse_mixture(modules, weights)
+        operation = self._operation(weights, biases)
         self._linears[", ".join(modules)] = operation
         return operation
+
+    def _operation(
+        self, weights: list[Tensor | QuantizedTensor], biases: list[Tensor | None]
+    ) -> LinearOp:
+        """Weights that read the same input as one stacked weight, or side by side."""
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+        dense = [weight for weight in weights if isinstance(weight, Tensor)]
+        if quantized and not can_stack(quantized):
+            parts = [self._backend.linear(w, b) for w, b in zip(weights, biases, strict=True)]
+            return SideBySide(parts)
+        stacked = concatenate_rows(quantized) if quantized else torch.cat(dense)
+        given = [bias for bias in biases if bias is not None]
+        return self._backend.linear(stacked, torch.cat(given) if given else None)
 
 
 def _checked(name: str, tensor: Weight, shape: tuple[int, ...]) -> Weight:
@@ -158,21 +169,14 @@ def _checked(name: str, tensor: Weight, shape: tuple[int, ...]) -> Weight:
     return tensor
 
 
-def _stack(
-    modules: list[str], weights: Iterable[Tensor | QuantizedTensor]
-) -> Tensor | QuantizedTensor:
-    """Weights of one fused projection as one; all quantized alike, or all dense."""
-    parts = list(weights)
-    quantized = [part for part in parts if isinstance(part, QuantizedTensor)]
-    dense = [part for part in parts if isinstance(part, Tensor)]
-    if len({part.scheme for part in quantized}) > 1 or (quantized and dense):
+def _refuse_mixture(modules: list[str], weights: list[Tensor | QuantizedTensor]) -> None:
+    """Weights of one fused projection are all quantized alike, or all dense."""
+    schemes = {w.scheme if isinstance(w, QuantizedTensor) else None for w in weights}
+    if len(schemes) > 1:
         raise CheckpointError(
             f"{', '.join(modules)} are quantized differently; projections that read the same input "
             "share one scheme and one ignore status"
         )
-    if quantized:
-        return quantized[0] if len(quantized) == 1 else concatenate_rows(quantized)
-    return dense[0] if len(dense) == 1 else torch.cat(dense)
 
 
 def load_decoder(

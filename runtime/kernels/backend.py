@@ -8,6 +8,7 @@ ragged batch; none knows about models or requests.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -59,6 +60,18 @@ class LinearOp(ABC):
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, in_features] -> [M, out_features], in x's dtype."""
+
+
+class SideBySide(LinearOp):
+    """Linears of one input that do not stack into one weight: one after another."""
+
+    def __init__(self, parts: Sequence[LinearOp]) -> None:
+        self._parts = tuple(parts)
+        self.num_bytes = sum(part.num_bytes for part in parts)
+        self.kernel = parts[0].kernel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=1)
 
 
 class Backend(ABC):

@@ -9,15 +9,18 @@ tail (silu) run row by row, so that a value never moves between body and tail.
 does not matter.
 
 Quantized weights are kept dequantized in the compute dtype: exact, simple, and as large as the
-original.
+original. Where a scheme rounds the input as well, they are kept in float32.
 """
 
 from __future__ import annotations
+
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qtool.formats.activations import round_input
 from qtool.formats.tensor import QuantizedTensor
 from qtool.runtime.kernels.backend import (
     AttentionLayout,
@@ -40,6 +43,11 @@ def dense_weight(weight: Tensor | QuantizedTensor, dtype: torch.dtype) -> Tensor
     return weight.to(dtype)
 
 
+def rounds_input(weight: Tensor | QuantizedTensor) -> TypeGuard[QuantizedTensor]:
+    """Whether a weight's scheme rounds its input too (W8A8)."""
+    return isinstance(weight, QuantizedTensor) and weight.scheme.activations is not None
+
+
 def tensor_bytes(*tensors: Tensor | None) -> int:
     """Bytes of memory the tensors take."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
@@ -60,6 +68,28 @@ class TiledLinear(LinearOp):
         return out[: x.shape[0]]
 
 
+class RoundedInputLinear(LinearOp):
+    """``round(x) @ weight.T + bias`` for W8A8: the input is rounded as the checkpoint says.
+
+    Rounded inputs and dequantized weights are multiplied in float32, so that nothing but the
+    order of a sum differs from integer products times their scales. In 16 bits the two factors
+    would be rounded a second time.
+    """
+
+    def __init__(self, weight: QuantizedTensor, bias: Tensor | None) -> None:
+        assert weight.scheme.activations is not None
+        self._scheme, self._static = weight.scheme.activations, weight.input_scale
+        bias = None if bias is None else bias.float()
+        self._linear = TiledLinear(weight.dequantize().contiguous(), bias)
+        self.num_bytes = self._linear.num_bytes
+        kind = "INT8" if self._scheme.type == "int" else "FP8"
+        way = "static" if self._static is not None else f"per {self._scheme.strategy}"
+        self.kernel = f"torch float32, row tiles, {kind} inputs {way}"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(round_input(x, self._scheme, self._static)).to(x.dtype)
+
+
 def row_tiles(x: Tensor) -> Tensor:
     """Rows [M, ...] as [ceil(M / ROW_TILE), ROW_TILE, ...], filled up with zeros."""
     padded = torch.zeros(-x.shape[0] % ROW_TILE, *x.shape[1:], dtype=x.dtype, device=x.device)
@@ -74,6 +104,9 @@ class ReferenceBackend(Backend):
     norm_kernel = "torch, row tiles"
 
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
+        if rounds_input(weight):
+            bias = None if bias is None else bias.to(self.device)
+            return RoundedInputLinear(weight.to(self.device), bias)
         dense = dense_weight(weight, self.dtype).to(self.device).contiguous()
         return TiledLinear(dense, None if bias is None else bias.to(self.device, self.dtype))
 

@@ -169,7 +169,7 @@ def test_stacking_rows_keeps_every_part() -> None:
     stacked = concatenate_rows(parts)
     assert torch.equal(stacked.dequantize(), torch.cat([part.dequantize() for part in parts]))
     other = _quantize(_make_weight(), SCHEMES[1], torch.float32)
-    with pytest.raises(ValueError, match="one per-row or per-group scheme"):
+    with pytest.raises(ValueError, match="one scheme whose scales stay within rows"):
         concatenate_rows([parts[0], other])
 
 

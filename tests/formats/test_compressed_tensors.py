@@ -10,7 +10,7 @@ import torch
 from qtool.errors import CheckpointError
 from qtool.formats import affine
 from qtool.formats import compressed_tensors as ct
-from qtool.formats.scheme import WeightScheme, weight_scheme
+from qtool.formats.scheme import WeightScheme, fp8_scheme, w8a8_scheme, weight_scheme
 from qtool.formats.tensor import QuantizedTensor
 
 SCHEMES = [
@@ -101,7 +101,7 @@ def _group(**weights: Any) -> dict[str, Any]:
         (_config(quant_method="awq"), "this version reads compressed-tensors"),
         (_config(format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
         (_config(config_groups={}), "no config_groups"),
-        (_config(config_groups=_group(type="float")), "integer weights only"),
+        (_config(config_groups=_group(type="float")), "float weights of 4 bits"),
         (_config(config_groups=_group(num_bits=3)), "bits=3"),
         (_config(config_groups=_group(actorder="group")), "actorder group"),
     ],
@@ -122,3 +122,128 @@ def test_damaged_tensors_are_refused_by_name() -> None:
     other_grid = packed | {"weight_scale": packed["weight_scale"][:, 1:]}
     with pytest.raises(CheckpointError, match=r"needs \(24, 4\)"):
         ct.unpack(other_grid, SCHEMES[0])
+
+
+PLAIN_SCHEMES = [
+    w8a8_scheme(),
+    w8a8_scheme(static=True),
+    fp8_scheme("tensor"),
+    fp8_scheme("channel"),
+    fp8_scheme("block"),
+    fp8_scheme("channel", weight_only=True),
+]
+
+
+def _make_plain(scheme: WeightScheme, rows: int = 150, columns: int = 200) -> QuantizedTensor:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    weight[0] *= 50
+    weight[1] = 0
+    scales, zeros = affine.choose_grid(weight, scheme, torch.bfloat16)
+    inputs = torch.tensor([0.25]) if scheme.has_input_scale else None
+    codes = affine.quantize(weight, scales, zeros, scheme)
+    return QuantizedTensor(codes, scales, zeros, scheme, inputs)
+
+
+@pytest.mark.parametrize("scheme", PLAIN_SCHEMES, ids=WeightScheme.describe)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (256, 128), (150, 200)])
+def test_plain_codes_are_stored_as_the_format_says_and_read_back(
+    scheme: WeightScheme, rows: int, columns: int
+) -> None:
+    tensor = _make_plain(scheme, max(rows, 2), columns)
+    packed = ct.pack(tensor)
+    grid = {
+        "tensor": (1,),
+        "channel": (tensor.shape[0], 1),
+        "block": (-(-tensor.shape[0] // 128), -(-columns // 128)),
+    }[scheme.strategy]
+    assert packed["weight"].dtype == (torch.int8 if scheme.type == "int" else torch.float8_e4m3fn)
+    assert tuple(packed["weight_scale"].shape) == grid
+    assert ("input_scale" in packed) == scheme.has_input_scale
+    back = ct.unpack(packed, scheme)
+    _assert_same_bytes(back, tensor)
+
+
+def _assert_same_bytes(a: QuantizedTensor, b: QuantizedTensor) -> None:
+    assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+    assert torch.equal(a.scales, b.scales) and torch.equal(a.zeros, b.zeros)
+    assert (a.input_scale is None) == (b.input_scale is None)
+    assert a.input_scale is None or torch.equal(a.input_scale, b.input_scale)
+
+
+@pytest.mark.parametrize("scheme", PLAIN_SCHEMES, ids=WeightScheme.describe)
+def test_the_reference_package_decompresses_the_same_bits(scheme: WeightScheme) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    tensor = _make_plain(scheme)
+    config = ct.quantization_config({"a": scheme}, [])
+    parsed = QuantizationConfig.model_validate(config)
+    compressor = BaseCompressor.load_from_registry(config["format"])
+    packed = {
+        name: part.float() if "scale" in name else part for name, part in ct.pack(tensor).items()
+    }
+    theirs = compressor.decompress(packed, parsed.config_groups["group_0"])["weight"]
+    assert torch.equal(theirs.float(), tensor.dequantize())
+
+
+@pytest.mark.parametrize("scheme", PLAIN_SCHEMES, ids=WeightScheme.describe)
+def test_the_config_of_rounded_inputs_survives_and_suits_the_reference_package(
+    scheme: WeightScheme,
+) -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = ct.quantization_config({"a": scheme}, ["lm_head"])
+    assert config["format"] == ("int-quantized" if scheme.type == "int" else "float-quantized")
+    assert ct.parse_config(config).scheme_for("a") == scheme
+    group = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    if scheme.activations is None:
+        assert group.input_activations is None
+    else:
+        assert group.input_activations.dynamic == scheme.activations.dynamic
+        assert group.input_activations.strategy == scheme.activations.strategy
+    if scheme.strategy == "block":
+        assert list(group.weights.block_structure) == [128, 128]
+        assert group.input_activations.group_size == 128
+
+
+def test_schemes_of_several_layouts_name_theirs_in_each_group() -> None:
+    schemes = {"a": SCHEMES[0], "b": w8a8_scheme(), "c": fp8_scheme()}
+    config = ct.quantization_config(schemes, [])
+    assert config["format"] == "mixed-precision"
+    layouts = [group["format"] for group in config["config_groups"].values()]
+    assert layouts == ["pack-quantized", "int-quantized", "float-quantized"]
+    parsed = ct.parse_config(config)
+    assert {name: parsed.scheme_for(name) for name in schemes} == schemes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_bits": 4}, "num_bits 4; we run 8 only"),
+        ({"symmetric": False}, "symmetric False"),
+        ({"strategy": "group"}, "FP8 only"),
+        ({"dynamic": "local"}, "dynamic local"),
+        ({"type": "float"}, "one type"),
+    ],
+)
+def test_inputs_that_cannot_be_run_are_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
+    config = ct.quantization_config({"a": w8a8_scheme()}, [])
+    config["config_groups"]["group_0"]["input_activations"] |= changes
+    with pytest.raises(CheckpointError, match=message):
+        ct.parse_config(config)
+
+
+def test_a_layout_that_does_not_belong_to_the_scheme_is_refused() -> None:
+    config = ct.quantization_config({"a": fp8_scheme()}, []) | {"format": "pack-quantized"}
+    with pytest.raises(CheckpointError, match="read from float-quantized only"):
+        ct.parse_config(config)
+
+
+def test_codes_of_another_dtype_are_refused() -> None:
+    packed = ct.pack(_make_plain(fp8_scheme()))
+    with pytest.raises(CheckpointError, match=r"weight is torch\.float16"):
+        ct.unpack(packed | {"weight": packed["weight"].half()}, fp8_scheme())
+    with pytest.raises(CheckpointError, match="input_scale missing"):
+        ct.unpack(packed, fp8_scheme("tensor"))

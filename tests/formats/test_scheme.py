@@ -15,7 +15,7 @@ from qtool.formats.scheme import WeightScheme, weight_scheme
     [
         ({"bits": 3}, "bits=3: portable widths are 4 and 8"),
         ({"bits": 8, "symmetric": False}, "ask for the symmetric grid"),
-        ({"strategy": "row"}, "use tensor, channel or group"),
+        ({"strategy": "row"}, "use tensor, channel, group or block"),
         ({"strategy": "group", "group_size": None}, "at least one weight"),
         ({"strategy": "group", "group_size": 0}, "at least one weight"),
         ({"strategy": "channel", "group_size": 64}, "only the group strategy"),

@@ -16,9 +16,13 @@ from qtool.calibration.families import find_family
 from qtool.calibration.walk import walk_blocks
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.quantize import awq
-from qtool.quantize.awq_block import quantize_block
+from qtool.quantize.block import quantize_block
 from qtool.quantize.job import Job
+from qtool.quantize.methods import METHODS
 from qtool.quantize.plan import plan_schemes
+from qtool.quantize.schemes import IntegerWeights, SchemesAsked
+
+AWQ = METHODS["awq"].recipe
 
 SHAPES = {
     "mha": {"kv_heads": 4},
@@ -42,9 +46,8 @@ def ids() -> Tensor:
 def _job(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Job:
     reader = CheckpointReader(folder)
     family = find_family(reader.config)
-    schemes = plan_schemes(
-        reader, reader.config, family, bits=4, symmetric=False, group_size="auto"
-    )
+    asked = SchemesAsked(default=IntegerWeights(4))
+    schemes = plan_schemes(reader, reader.config, family, asked)
     return Job(reader, family, schemes, dtype, torch.device("cpu"), ids)
 
 
@@ -55,7 +58,7 @@ def _logits_after(folder: Path, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor
     with torch.no_grad():
         before = model(ids).logits
         for block in walk_blocks(job.reader, job.family, ids, job.device):
-            quantize_block(block, job)
+            quantize_block(block, job, AWQ)
             model.get_submodule(block.prefix).load_state_dict(block.module.state_dict())
         return before, model(ids).logits
 
@@ -74,7 +77,7 @@ def test_scaling_without_rounding_leaves_the_logits_as_they_were(
 
     monkeypatch.setattr(awq, "search_scales", take)
     monkeypatch.setattr("qtool.formats.tensor.QuantizedTensor.dequantize", _exact_weights)
-    monkeypatch.setattr("qtool.quantize.awq_block.quantize_rtn", _keep_exact)
+    monkeypatch.setattr("qtool.quantize.block.quantize_rtn", _keep_exact)
     before, after = _logits_after(model_factory(**SHAPES[shape]), ids, torch.float32)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     assert not torch.equal(after, before), "some scale was folded"
@@ -91,7 +94,7 @@ class _Exact:
         return self.weight
 
 
-def _keep_exact(weight: Tensor, scheme: object, dtype: torch.dtype, _: object) -> _Exact:
+def _keep_exact(weight: Tensor, scheme: object, dtype: torch.dtype, *_: object) -> _Exact:
     return _Exact(weight, scheme, dtype)
 
 
@@ -106,7 +109,7 @@ def test_the_block_is_left_with_exactly_the_weights_it_hands_out(
     job = _job(model_factory(**SHAPES[shape]), ids, torch.bfloat16)
     with torch.no_grad():
         for block in walk_blocks(job.reader, job.family, ids, job.device):
-            done = quantize_block(block, job)
+            done = quantize_block(block, job, AWQ)
             held = {f"{block.prefix}.{n}": t for n, t in block.module.state_dict().items()}
             for name, quantized in done.weights.items():
                 assert torch.equal(held.pop(f"{name}.weight"), quantized.dequantize())
@@ -120,7 +123,7 @@ def test_every_linear_has_a_record_of_what_it_saw(tiny_model_folder: Path, ids: 
     job = _job(tiny_model_folder, ids)
     with torch.no_grad():
         block = next(walk_blocks(job.reader, job.family, ids, job.device))
-        records = quantize_block(block, job).records
+        records = quantize_block(block, job, AWQ).records
     assert [record.name for record in records] == [
         f"model.layers.0.{name}" for name in job.family.linears
     ]
@@ -146,7 +149,7 @@ def test_inputs_with_loud_channels_are_smoothed_and_end_with_less_error_than_rou
             block = next(walk_blocks(job.reader, job.family, ids, job.device))
             block.module.input_layernorm.weight.copy_(gains)
             exact = torch.cat(list(block.run()))
-            records = quantize_block(block, job).records
+            records = quantize_block(block, job, AWQ).records
             error = (torch.cat(list(block.run())) - exact).square().mean()
             return float(error), [record.awq_ratio for record in records]
 
@@ -167,4 +170,4 @@ def test_a_bias_too_large_for_the_stored_dtype_is_an_error_that_names_it(
         block = next(walk_blocks(job.reader, job.family, ids, job.device))
         block.module.mlp.down_proj.bias[0] = 1e6
         with pytest.raises(QuantizationError, match=r"mlp\.down_proj\.bias reaches 1e\+06"):
-            quantize_block(block, job)
+            quantize_block(block, job, AWQ)

@@ -270,7 +270,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tiny_model_folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "magic"}, "awq, rtn"),
+        ({"method": "magic"}, "gptq, awq"),
         ({"dtype": "int3"}, "bf16"),
         ({"device": "abacus"}, "cpu"),
         ({"samples": 0}, "at least one"),

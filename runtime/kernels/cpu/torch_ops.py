@@ -20,7 +20,12 @@ from torch.nn import functional
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor
 from qtool.runtime.kernels.backend import AttentionLayout, AttentionScope, Backend, LinearOp, Span
-from qtool.runtime.kernels.reference import dense_weight, tensor_bytes
+from qtool.runtime.kernels.reference import (
+    RoundedInputLinear,
+    dense_weight,
+    rounds_input,
+    tensor_bytes,
+)
 
 # Rows up to which int4pack beats dequantize + GEMM: the shapes of a 135M model cross between 64
 # and 192 rows on 2 cores of a Sapphire Rapids. A rough middle; native code does not need it.
@@ -94,6 +99,8 @@ class CpuBackend(Backend):
     norm_kernel = "torch rms_norm"
 
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
+        if rounds_input(weight):
+            return RoundedInputLinear(weight, bias)
         bias = None if bias is None else bias.to(self.dtype)
         if isinstance(weight, QuantizedTensor) and fits_int4pack(weight, self.dtype):
             return Int4Linear(weight, bias)
