@@ -107,7 +107,7 @@ class Rotary:
 
 
 def rotate(x: Tensor, rows: RotaryRows) -> Tensor:
-    """Rotate heads x [T, H, D] by the angles of their tokens; channels past the rotary ones stay."""
+    """Rotate heads x [T, H, D] by the angles of their tokens; channels behind these stay."""
     width = rows.cos.shape[-1]
     turning, rest = x[..., :width], x[..., width:]
     half = width // 2

@@ -10,12 +10,22 @@ import pytest
 import torch
 
 from qtool.errors import ModelError, UsageError
+from qtool.runtime.blocks import FORGOTTEN
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.families import FAMILIES
 from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.options import ModelOptions
-from support.batches import run_chunked, run_whole
-from support.families import FAMILY_VARIANTS, LONGROPE, PHI, TWO_ROPES
+from qtool.runtime.scheduler import Chunk
+from support.batches import (
+    BLOCK_SIZE,
+    batch_of,
+    make_cache,
+    make_sequence,
+    run_chunked,
+    run_whole,
+)
+from support.families import FAMILY_VARIANTS, LONGROPE, PHI, TWO_ROPES, WINDOW
+from support.native import LEVELS
 from support.variants import ref_logits, relative_error, token_ids
 
 BASE: dict[str, Any] = {
@@ -161,3 +171,25 @@ class TestConfig:
         config = BASE | {"model_type": model_type} | changes
         with pytest.raises(ModelError, match=message):
             parse_decoder_config({k: v for k, v in config.items() if v is not ...})
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+def test_blocks_behind_the_window_may_hold_anything(
+    model_factory: Callable[..., Path], backend: str
+) -> None:
+    if backend == "native" and not LEVELS:
+        pytest.skip("no native code here")
+    options = {"cpu_compute": "fp32"} if backend == "native" else {"backend": backend}
+    decoder = _load(
+        model_factory(model_type="mistral", sliding_window=WINDOW), None, **options
+    ).decoder
+    ids, cache = token_ids(90), make_cache(decoder)
+    sequence = make_sequence(ids, 1)
+    logits = [decoder.forward(batch_of(Chunk(sequence, 0, 60)), cache)]
+    for index in range((60 - WINDOW + 1) // BLOCK_SIZE):
+        for pool in cache.pools:
+            pool[sequence.block_table[index]].view(torch.uint8).fill_(255)
+        sequence.block_table[index] = FORGOTTEN
+    assert sequence.block_table.count(FORGOTTEN) == 2
+    logits += [decoder.forward(batch_of(Chunk(sequence, i, 1)), cache) for i in range(60, 90)]
+    assert relative_error(torch.cat(logits), run_whole(decoder, ids)) < 1e-5
