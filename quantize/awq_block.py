@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from qtool.calibration.families import K, ModelFamily, Q, SmoothingPair, head_dim
+from qtool.calibration.families import ModelFamily, SmoothingPair, head_dim, value_channels
 from qtool.calibration.observers import EveryNth, Hessian, MeanAbs
 from qtool.calibration.walk import DecoderBlock, walk_blocks
 from qtool.calibration.weights import to_stored
@@ -29,10 +29,6 @@ from qtool.quantize.rtn import quantize_rtn
 # Tokens on which attention and MLP judge scales, spread evenly over the samples; linear parents
 # use all tokens through the second moment. Four times as many gave SmolLM2 the same KL (.115).
 SEARCH_TOKENS = 512
-
-# Rotary embeddings and the softmax make the output of q and k sensitive to their largest
-# weights; the paper's code leaves them unclipped too.
-UNCLIPPED = (Q, K)
 
 
 @dataclass(slots=True)
@@ -56,6 +52,7 @@ class _Workspace:
     schemes: Mapping[str, WeightScheme]
     dtype: torch.dtype
     head_dim: int
+    value_channels: int
 
     def may_smooth(self, pair: SmoothingPair) -> bool:
         """Smoothing serves quantized targets, and changes no linear that stays as it was."""
@@ -84,7 +81,9 @@ def quantize_block(block: DecoderBlock, job: Job) -> QuantizedBlock:
     """One block; its module is left with the rounded weights."""
     schemes = job.schemes_of(block.prefix)
     inputs = _observe(block, job.family, schemes)
-    work = _Workspace(block, job.family, inputs, schemes, job.dtype, head_dim(job.reader.config))
+    config = job.reader.config
+    widths = head_dim(config), value_channels(config)
+    work = _Workspace(block, job.family, inputs, schemes, job.dtype, *widths)
     for pair in job.family.pairs:
         if work.may_smooth(pair):
             _smooth(work, pair)
@@ -120,8 +119,7 @@ def _smooth(work: _Workspace, pair: SmoothingPair) -> None:
     mean_abs = inputs.mean_abs
     num_channels = mean_abs.numel()
     if pair.shares_heads:
-        num_values = work.linear(pair.source).out_features
-        mean_abs = smoothing.tie_over_query_group(mean_abs, work.head_dim, num_values)
+        mean_abs = smoothing.tie_over_query_group(mean_abs, work.head_dim, work.value_channels)
 
     def spread(scales: Tensor) -> Tensor:
         if not pair.shares_heads:
@@ -217,7 +215,7 @@ def _round(work: _Workspace, name: str) -> tuple[QuantizedTensor, ModuleRecord]:
     linear, inputs = work.linear(name), work.inputs[name]
     weight, scheme = linear.weight.clone(), work.schemes[name]
     clip = None
-    if name not in UNCLIPPED:
+    if name not in work.family.unclipped:
         clip = awq.search_clip(weight, inputs.hessian, scheme, work.dtype)
     quantized = quantize_rtn(weight, scheme, work.dtype, clip)
     linear.weight.copy_(quantized.dequantize())

@@ -187,7 +187,9 @@ def _result_config(job: Job) -> dict[str, Any]:
     if "torch_dtype" in config:
         config["torch_dtype"] = config["dtype"]
     ignored = [n for n in linear_names(config, job.family) if n not in job.schemes]
-    config["quantization_config"] = quantization_config(job.schemes, [HEAD, *ignored])
+    config["quantization_config"] = quantization_config(
+        job.schemes, [HEAD, *job.family.router_names(config), *ignored]
+    )
     return config
 
 
