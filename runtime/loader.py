@@ -183,7 +183,8 @@ class DecoderBuilder:
     def _router(self, module: str, size: int) -> LinearOp:
         name = f"{module}.weight"
         weight = _checked(name, self._source.tensor(name), (size, self._config.hidden_size))
-        return self._backend.router(weight)
+        self._linears[module] = self._backend.router(weight)
+        return self._linears[module]
 
     def _embedding(self, name: str) -> Tensor:
         shape = self._config.vocab_size, self._config.hidden_size

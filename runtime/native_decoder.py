@@ -56,12 +56,12 @@ def why_not_native(decoder: Decoder) -> str | None:
     """What keeps a decoder from running as one native call, or ``None``."""
     if not isinstance(decoder.backend, NativeBackend):
         return f"the back end is {decoder.backend.name}"
+    if lacking := next(_lacking(decoder.config), None):
+        return f"the native step has no {lacking}"
     others = [name for name, op in decoder.linears.items() if not isinstance(op, NativeLinear)]
     others = [name for name in others if name != "lm_head"]
     if others:
         return f"{len(others)} linears have no native kernel, the first is {others[0]}"
-    if lacking := next(_lacking(decoder.config), None):
-        return f"the native step has no {lacking}"
     head_dim = decoder.config.head_dim
     if head_dim % TILE or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}; the native attention takes multiples of 16 up to 256"

@@ -14,6 +14,7 @@ from qtool.runtime.blocks import FORGOTTEN
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.families import FAMILIES
 from qtool.runtime.loaded_model import LoadedModel, load_model
+from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.scheduler import Chunk
 from support.batches import (
@@ -193,3 +194,26 @@ def test_blocks_behind_the_window_may_hold_anything(
     assert sequence.block_table.count(FORGOTTEN) == 2
     logits += [decoder.forward(batch_of(Chunk(sequence, i, 1)), cache) for i in range(60, 90)]
     assert relative_error(torch.cat(logits), run_whole(decoder, ids)) < 1e-5
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native code here")
+@pytest.mark.parametrize(
+    ("variant", "why"),
+    [
+        ("qwen3", "norm of queries and keys"),
+        ("gemma2", "norm behind attention and MLP"),
+        ("smollm3", "layers with rotary tables of their own"),
+        ("phi4 partial", "heads rotated in part"),
+        ("mixtral", "mixture of experts"),
+    ],
+)
+def test_what_the_native_step_lacks_is_named_and_the_layers_run_one_by_one(
+    model_factory: Callable[..., Path], variant: str, why: str
+) -> None:
+    folder, ids = model_factory(**FAMILY_VARIANTS[variant]), token_ids(40)
+    loaded = _load(folder, None, cpu_compute="fp32")
+    assert not isinstance(loaded.decoder, NativeDecoder)
+    assert any(f"the native step has no {why}" in note for note in loaded.notes)
+    assert relative_error(run_whole(loaded.decoder, ids), ref_logits(folder, ids)) < 1e-4
+    with pytest.raises(UsageError, match=f"kv_cache_dtype='int8'.*{why}"):
+        _load(folder, None, cpu_compute="fp32", kv_cache_dtype="int8")
