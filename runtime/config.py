@@ -98,7 +98,7 @@ def parse_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             that is missing.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
             f"model_type {model_type!r} is not supported; supported are "
             f"{', '.join(FAMILIES)} (SmolLM2 is a llama, Phi-4 a phi3)"

@@ -24,7 +24,9 @@ class SharedExpert:
 
     def __call__(self, x: Tensor, backend: Backend) -> Tensor:
         """x [T, hidden] -> float32 [T, hidden]."""
-        return torch.sigmoid(self.gate(x.float())) * self.mlp(x, backend).float()
+        # Not torch.sigmoid: its bits depend on a value's place in a vector of 8 or 16.
+        share = 1 / (1 + torch.exp(-self.gate(x.float())))
+        return share * self.mlp(x, backend).float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,10 +136,11 @@ def _attention_factor(kind: str, factor: float, original: int, rope: Mapping[str
         return math.sqrt(1 + math.log(factor) / math.log(original))
     if kind != "yarn":
         return 1.0
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    step = 0.1 * math.log(factor)
+    mscale, all_dim = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
     if mscale and all_dim:
-        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
-    return 0.1 * math.log(factor) + 1
+        return (step * mscale + 1) / (step * all_dim + 1)
+    return step + 1
 
 
 def _check_shape(rope: RopeConfig, head_dim: int) -> None:
