@@ -8,13 +8,14 @@ which are also the names on disk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qtool.errors import ModelError
 
 Q, K, V, O = (f"self_attn.{letter}_proj" for letter in "qkvo")  # noqa: E741 (the paper's letters)
 GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class SmoothingPair:
     and multiplying the targets' input columns leaves the function as it was.
 
     Attributes:
-        source: a norm, or a linear whose rows (and bias) are divided.
+        source: a norm, or a linear whose rows (and bias) are divided: its last ones, as many as
+            there are channels, where projections are fused.
         targets: linears that read the source's output.
         parent: the module whose output error judges a scale; it takes the targets' input.
         mixes_tokens: the parent needs whole sequences, as attention does.
@@ -41,6 +43,28 @@ class SmoothingPair:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Where a mixture of experts lies in a block, by the hub's names, which are those on disk.
+
+    Attributes:
+        module: the mixture.
+        in_memory: the name that transformers has for it.
+        projections: gate, up and down of an expert.
+        shared: whether a shared expert stands beside the routed ones, with a gate of its own.
+    """
+
+    module: str
+    in_memory: str
+    projections: tuple[str, str, str]
+    shared: bool = False
+
+    def linears(self, expert: int) -> tuple[str, str, str]:
+        """Paths of an expert's gate, up and down."""
+        gate, up, down = (f"{self.module}.experts.{expert}.{name}" for name in self.projections)
+        return gate, up, down
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFamily:
     """Where a family keeps what quantization touches.
 
@@ -51,6 +75,11 @@ class ModelFamily:
             the same input.
         pairs: smoothing pairs, in the order they are searched.
         norm_offset: a norm multiplies by ``norm_offset + weight``.
+        unclipped: linears whose largest weights stay as they are. Rotary embeddings and the
+            softmax make the output of q and k sensitive to them (AWQ's code leaves them too).
+        not_smoothed: places where others smooth and this family cannot, with the reason.
+        routers: linears that choose experts, never quantized.
+        experts: names of a mixture of experts.
     """
 
     model_type: str
@@ -58,6 +87,10 @@ class ModelFamily:
     linear_groups: tuple[tuple[str, ...], ...]
     pairs: tuple[SmoothingPair, ...]
     norm_offset: float = 0.0
+    unclipped: tuple[str, ...] = (Q, K)
+    not_smoothed: tuple[tuple[str, str], ...] = ()
+    routers: tuple[str, ...] = ()
+    experts: ExpertNames | None = None
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -68,29 +101,89 @@ class ModelFamily:
         """Path of every decoder block of a model with this ``config.json``."""
         return [f"{self.blocks}.{index}" for index in range(config["num_hidden_layers"])]
 
+    def router_names(self, config: Mapping[str, Any]) -> list[str]:
+        """Full names of all routers of a model with this ``config.json``."""
+        prefixes = self.block_prefixes(config)
+        return [f"{prefix}.{router}" for prefix in prefixes for router in self.routers]
 
-def _llama_shaped(model_type: str) -> ModelFamily:
+
+_INTO_ATTENTION = SmoothingPair("input_layernorm", (Q, K, V), parent="self_attn", mixes_tokens=True)
+_OUT_OF_ATTENTION = SmoothingPair(V, (O,), parent=O, shares_heads=True)
+_OUT_OF_MLP = SmoothingPair(UP, (DOWN,), parent=DOWN)
+
+
+def _llama_shaped(
+    model_type: str, mlp_norm: str = "post_attention_layernorm", norm_offset: float = 0.0
+) -> ModelFamily:
+    """``mlp_norm`` is the norm whose output the MLP reads directly."""
     return ModelFamily(
         model_type=model_type,
         blocks="model.layers",
         linear_groups=((Q, K, V), (O,), (GATE, UP), (DOWN,)),
         pairs=(
-            SmoothingPair("input_layernorm", (Q, K, V), parent="self_attn", mixes_tokens=True),
-            SmoothingPair(V, (O,), parent=O, shares_heads=True),
-            SmoothingPair("post_attention_layernorm", (GATE, UP), parent="mlp"),
-            SmoothingPair(UP, (DOWN,), parent=DOWN),
+            _INTO_ATTENTION,
+            _OUT_OF_ATTENTION,
+            SmoothingPair(mlp_norm, (GATE, UP), parent="mlp"),
+            _OUT_OF_MLP,
         ),
+        norm_offset=norm_offset,
     )
 
 
-FAMILIES = {name: _llama_shaped(name) for name in ("llama", "mistral", "qwen2")}
+def _gemma_shaped(model_type: str) -> ModelFamily:
+    """The norms behind attention and MLP feed a sum, no linear: nothing to smooth through them."""
+    return _llama_shaped(model_type, mlp_norm="pre_feedforward_layernorm", norm_offset=1.0)
+
+
+def _fused(model_type: str) -> ModelFamily:
+    """The rows of v are the last of ``qkv_proj``, those of up the last of ``gate_up_proj``."""
+    return ModelFamily(
+        model_type=model_type,
+        blocks="model.layers",
+        linear_groups=((QKV,), (O,), (GATE_UP,), (DOWN,)),
+        pairs=(
+            SmoothingPair("input_layernorm", (QKV,), parent="self_attn", mixes_tokens=True),
+            SmoothingPair(QKV, (O,), parent=O, shares_heads=True),
+            SmoothingPair("post_attention_layernorm", (GATE_UP,), parent="mlp"),
+            SmoothingPair(GATE_UP, (DOWN,), parent=DOWN),
+        ),
+        unclipped=(QKV,),
+    )
+
+
+def _mixture(model_type: str, experts: ExpertNames) -> ModelFamily:
+    """The attention's part; :func:`find_family` adds the experts that a config counts."""
+    routers = [f"{experts.module}.gate"]
+    routers += [f"{experts.module}.shared_expert_gate"] if experts.shared else []
+    reason = "the norm also feeds the router, which is not quantized and must choose as before"
+    return ModelFamily(
+        model_type=model_type,
+        blocks="model.layers",
+        linear_groups=((Q, K, V), (O,)),
+        pairs=(_INTO_ATTENTION, _OUT_OF_ATTENTION),
+        not_smoothed=((f"post_attention_layernorm -> {experts.module}.experts", reason),),
+        routers=tuple(routers),
+        experts=experts,
+    )
+
+
+_QWEN_EXPERT = ("gate_proj", "up_proj", "down_proj")
+_ROWS = (
+    *map(_llama_shaped, ("llama", "mistral", "qwen2", "qwen3", "smollm3")),
+    *map(_gemma_shaped, ("gemma2", "gemma3_text")),
+    _fused("phi3"),
+    _mixture("mixtral", ExpertNames("block_sparse_moe", "mlp", ("w1", "w3", "w2"))),
+    _mixture("qwen2_moe", ExpertNames("mlp", "mlp", _QWEN_EXPERT, shared=True)),
+    _mixture("qwen3_moe", ExpertNames("mlp", "mlp", _QWEN_EXPERT)),
+)
+FAMILIES = {row.model_type: row for row in _ROWS}
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily:
     """The row of a model with this ``config.json``.
 
     Raises:
-        ModelError: no row has its ``model_type``.
+        ModelError: no row has its ``model_type``, or its blocks are not all of one kind.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
@@ -98,10 +191,41 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily:
             f"model_type={model_type!r}: no family of this name can be quantized; "
             f"supported are {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[model_type]
+    family = FAMILIES[model_type]
+    return family if family.experts is None else _with_experts(family, family.experts, config)
+
+
+def _with_experts(
+    family: ModelFamily, names: ExpertNames, config: Mapping[str, Any]
+) -> ModelFamily:
+    """Every expert reads the same input, so the first projections of all are one group."""
+    for key in ("decoder_sparse_step", "mlp_only_layers"):
+        if config.get(key) not in (None, 1, []):
+            raise ModelError(
+                f"{key}={config[key]}: blocks without experts among others cannot be quantized yet"
+            )
+    count = config.get("num_local_experts") or config["num_experts"]
+    experts = [names.linears(number) for number in range(count)]
+    groups = [tuple(name for gate, up, _ in experts for name in (gate, up))]
+    if names.shared:
+        shared = tuple(f"{names.module}.shared_expert.{name}" for name in names.projections)
+        experts.append((shared[0], shared[1], shared[2]))
+        groups.append(shared[:2])
+    pairs = [SmoothingPair(up, (down,), parent=down) for _, up, down in experts]
+    return replace(
+        family,
+        linear_groups=(*family.linear_groups, *groups, *((down,) for _, _, down in experts)),
+        pairs=(*family.pairs, *pairs),
+    )
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
     """Width of one attention head of a model with this ``config.json``."""
     explicit = config.get("head_dim")
     return int(explicit or config["hidden_size"] // config["num_attention_heads"])
+
+
+def value_channels(config: Mapping[str, Any]) -> int:
+    """Channels of all value heads together."""
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return int(heads) * head_dim(config)

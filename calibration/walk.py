@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qtool.calibration.families import ModelFamily
+from qtool.calibration.experts import use_hub_names
+from qtool.calibration.families import FAMILIES, ModelFamily
 from qtool.calibration.observers import Observer
 from qtool.calibration.weights import read_weight
 from qtool.errors import CalibrationError, ModelError
@@ -184,6 +185,8 @@ def build_on_meta(folder: Path) -> nn.Module:
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}: transformers cannot build this model ({error})") from None
+    if family := FAMILIES.get(config.model_type):
+        use_hub_names(model, family)
     release_weights(model)
     return model.eval().requires_grad_(False)
 

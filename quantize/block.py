@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qtool.calibration.families import K, Q
 from qtool.calibration.walk import DecoderBlock, walk_blocks
 from qtool.formats import affine
 from qtool.formats.activations import scale_of
@@ -27,10 +26,6 @@ from qtool.quantize.report import ModuleRecord, module_record
 from qtool.quantize.rtn import quantize_rtn
 from qtool.quantize.smooth_block import smooth_block
 from qtool.quantize.workspace import Inputs, Workspace
-
-# Rotary embeddings and the softmax make the output of q and k sensitive to their largest
-# weights; AWQ's code leaves them unclipped too.
-UNCLIPPED = (Q, K)
 
 
 def quantized_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
@@ -84,7 +79,9 @@ def _round_group(
 def _clip(work: Workspace, name: str, recipe: Recipe) -> Tensor | None:
     """Shrink factors of a linear's groups; ``None`` where ranges are kept."""
     scheme = work.schemes[name]
-    if not recipe.clip or name in UNCLIPPED or scheme.strategy not in ("channel", "group"):
+    if not recipe.clip or name in work.family.unclipped:
+        return None
+    if scheme.strategy not in ("channel", "group"):
         return None
     return awq.search_clip(work.linear(name).weight, work.inputs[name].hessian, scheme, work.dtype)
 

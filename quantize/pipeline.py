@@ -189,8 +189,9 @@ def _result_config(job: Job) -> dict[str, Any]:
     if "torch_dtype" in config:
         config["torch_dtype"] = config["dtype"]
     config |= head_config(job)
-    ignored = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
-    config["quantization_config"] = quantization_config(job.schemes, ignored)
+    routers = job.family.router_names(config)
+    kept = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
+    config["quantization_config"] = quantization_config(job.schemes, [*kept, *routers])
     return config
 
 

@@ -108,7 +108,12 @@ def divide_norm(
 def divide_rows(
     weight: Tensor, bias: Tensor | None, scales: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Fold ``1 / scales`` into a linear's outputs: rows of weight [N, K], and bias [N]."""
+    """Fold ``1 / scales`` into a linear's outputs: rows of weight [N, K], and bias [N].
+
+    With fewer than N scales it is the last outputs that are divided: those of v in a fused
+    q, k, v projection, of up in a fused gate and up.
+    """
+    scales = torch.nn.functional.pad(scales, (weight.shape[0] - len(scales), 0), value=1.0)
     return weight / scales.unsqueeze(1), None if bias is None else bias / scales
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.families import ModelFamily, SmoothingPair, head_dim
+from qtool.calibration.families import ModelFamily, SmoothingPair, head_dim, value_channels
 from qtool.calibration.observers import AbsMax, EveryNth, Hessian, MeanAbs, Observer
 from qtool.calibration.walk import BATCH_TOKENS, DecoderBlock
 from qtool.calibration.weights import to_stored
@@ -75,6 +75,7 @@ class Workspace:
     schemes: Mapping[str, WeightScheme]
     dtype: torch.dtype
     head_dim: int
+    value_channels: int
     inputs: dict[str, Inputs] = field(default_factory=dict)
     strengths: dict[str, float] = field(default_factory=dict)
 
@@ -82,7 +83,9 @@ class Workspace:
     def of(cls, block: DecoderBlock, job: Job) -> Workspace:
         """The block as it comes from the walk."""
         schemes = job.schemes_of(block.prefix)
-        return cls(block, job.family, schemes, job.dtype, head_dim(job.reader.config))
+        config = job.reader.config
+        widths = head_dim(config), value_channels(config)
+        return cls(block, job.family, schemes, job.dtype, *widths)
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -145,8 +148,7 @@ class Workspace:
         """A statistic of the targets' input channels as one of the source's channels."""
         if not pair.shares_heads:
             return per_input
-        num_values = self.linear(pair.source).out_features
-        return smoothing.tie_over_query_group(per_input, self.head_dim, num_values, how)
+        return smoothing.tie_over_query_group(per_input, self.head_dim, self.value_channels, how)
 
     def _divide_source(self, name: str, scales: Tensor) -> Tensor:
         """Fold into a linear or a norm; returns the scales the stored source really divides by."""

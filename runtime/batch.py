@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtool.runtime.blocks import FORGOTTEN
 from qtool.runtime.scheduler import Chunk
 
 
@@ -32,7 +33,8 @@ class Batch:
         token_ids, positions: int64 [T].
         slots: int64 [T]; slot = block * block_size + offset, where a row's K/V are stored.
         spans: one per sequence, in row order.
-        block_tables: int64 [S, B], padded with 0; row s belongs to ``spans[s]``.
+        block_tables: int64 [S, B], padded with 0; row s belongs to ``spans[s]``. Blocks that
+            are forgotten are 0 as well.
         logit_rows: int64 [R]; rows whose logits are wanted.
     """
 
@@ -84,7 +86,7 @@ def build_batch(
         elif chunk.samples:
             logit_rows.append(first + chunk.length - 1)
     width = max(len(chunk.sequence.block_table) for chunk in chunks)
-    tables = [c.sequence.block_table + [0] * (width - len(c.sequence.block_table)) for c in chunks]
+    tables = [_padded(chunk.sequence.block_table, width) for chunk in chunks]
 
     def tensor(values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
@@ -97,3 +99,10 @@ def build_batch(
         tensor(tables),
         tensor(logit_rows),
     )
+
+
+def _padded(table: list[int], width: int) -> list[int]:
+    """A block table as numbers that may be read, although not all of them mean anything."""
+    if table[0] == FORGOTTEN:
+        table = [max(block, 0) for block in table]
+    return table + [0] * (width - len(table))

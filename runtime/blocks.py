@@ -8,6 +8,10 @@ Blocks are counted references: a fork shares its parent's blocks, and a block wi
 one owner is never written. Whoever is about to write one gets a copy of it first.
 
 Free blocks are reused least recently freed first, and a sequence frees its tail first.
+
+Where every layer has a sliding window, blocks that no later token sees are given back while their
+sequence runs; :data:`FORGOTTEN` keeps their place in the table. One table serves all layers, so a
+single layer that sees everything keeps all blocks.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from typing import NamedTuple
 
 from qtool.errors import EngineError
 from qtool.runtime.sequence import Sequence
+
+# In a block table: behind the window of every layer, and given back.
+FORGOTTEN = -1
 
 
 class BlockCopy(NamedTuple):
@@ -31,14 +38,18 @@ class BlockManager:
     """Hands out blocks, shares them, takes them back.
 
     Between steps a table has exactly the blocks that its computed tokens need.
+
+    Args:
+        window: how many tokens a token sees in any layer, itself the last; ``None`` for all.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise EngineError(f"{name}={value}: must be 1 or more; give the cache more memory")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._window = window
         self._ref_counts = [0] * num_blocks
         self._free = deque(range(num_blocks))
 
@@ -82,22 +93,33 @@ class BlockManager:
         """Let a child that owns nothing share what the parent has computed of its tokens.
 
         These are the tokens up to the first that differs, but the child keeps at least one to
-        compute, since only that gives it logits.
+        compute, since only that gives it logits. Nothing is shared where the parent has forgotten
+        what the child would see.
         """
         assert not child.block_table, f"{child.request_id}: forked into, but has blocks"
         most = min(parent.num_computed, child.num_tokens - 1)
         pairs = zip(parent.token_ids(0, most), child.token_ids(0, most), strict=True)
         child.num_computed = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
-        child.block_table = parent.block_table[: self.blocks_needed(child.num_computed)]
-        for block in child.block_table:
+        table = parent.block_table[: self.blocks_needed(child.num_computed)]
+        if FORGOTTEN in table[self._first_seen(child) :]:
+            child.num_computed, table = 0, []
+        child.block_table = table
+        for block in _held(child):
             self._ref_counts[block] += 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give up what no token to come will see; the table keeps its length."""
+        for index in reversed(range(self._first_seen(sequence))):
+            block = sequence.block_table[index]
+            if block == FORGOTTEN:
+                break
+            self._release(block)
+            sequence.block_table[index] = FORGOTTEN
 
     def free(self, sequence: Sequence) -> None:
         """Give up all the sequence's blocks, tail first; nothing of it is computed any more."""
-        for block in reversed(sequence.block_table):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._free.append(block)
+        for block in reversed(_held(sequence)):
+            self._release(block)
         sequence.block_table = []
         sequence.num_computed = 0
 
@@ -109,12 +131,14 @@ class BlockManager:
         """
         owners: Counter[int] = Counter()
         for sequence in sequences:
-            owners.update(sequence.block_table)
+            owners.update(_held(sequence))
             held, needed = len(sequence.block_table), self.blocks_needed(sequence.num_computed)
             assert held >= needed, f"{sequence.request_id}: has {held} blocks, computed {needed}"
-            assert len(set(sequence.block_table)) == held, (
+            assert len(set(_held(sequence))) == len(_held(sequence)), (
                 f"{sequence.request_id}: a block stands twice in {sequence.block_table}"
             )
+            seen = sequence.block_table[self._first_seen(sequence) :]
+            assert FORGOTTEN not in seen, f"{sequence.request_id}: forgot what it will see"
         free = Counter(self._free)
         for block, count in enumerate(self._ref_counts):
             assert count == owners[block], (
@@ -134,6 +158,12 @@ class BlockManager:
                 f"block {block}: about to be written by {sequence.request_id}, "
                 f"but has {self._ref_counts[block]} references"
             )
+
+    def _first_seen(self, sequence: Sequence) -> int:
+        """The first logical block that the sequence's next token sees."""
+        if self._window is None:
+            return 0
+        return max(0, sequence.num_computed - self._window + 1) // self.block_size
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
         needed = self.blocks_needed(sequence.num_computed + num_tokens)
@@ -156,3 +186,13 @@ class BlockManager:
         block = self._free.popleft()
         self._ref_counts[block] = 1
         return block
+
+    def _release(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            self._free.append(block)
+
+
+def _held(sequence: Sequence) -> list[int]:
+    """The blocks of a sequence, in order."""
+    return [block for block in sequence.block_table if block != FORGOTTEN]

@@ -4,32 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from qtool.errors import ModelError
+from qtool.runtime.families import FAMILIES, FULL, SLIDING, Family, rotates
+from qtool.runtime.rope_config import RopeConfig, parse_rope
 
-# model_type -> whether q, k and v always carry a bias (others say so by ``attention_bias``).
-SUPPORTED_TYPES = {"llama": False, "mistral": False, "qwen2": True}
-ROPE_TYPES = ("default", "linear", "llama3")
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+# Keys that change what a model computes, in ways the decoder does not have.
+_REFUSED = ("use_bidirectional_attention", "attn_output_gate", "attention_chunk_size")
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base, and how positions beyond the training length are scaled."""
+class MoeConfig:
+    """A mixture of experts.
 
-    theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    Attributes:
+        width: intermediate size of an expert.
+        top_k: experts a token goes to.
+        normalize: whether their weights are made to sum to one.
+        shared_width: intermediate size of the expert that sees every token, or ``None``.
+        layers: for each layer, whether it has the mixture; the others have a plain MLP.
+    """
+
+    num_experts: int
+    width: int
+    top_k: int
+    normalize: bool
+    shared_width: int | None
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape of a decoder. ``windows[i]`` is layer i's sliding window in tokens, or ``None``."""
+    """Shape of a decoder.
+
+    Attributes:
+        family: what no config key says.
+        max_position: most tokens of a sequence unless more is asked for.
+        longest: most tokens of a sequence.
+        ropes: the rotary tables in use.
+        rope_of: for each layer its entry of ``ropes``, or ``None``: positions are not rotated.
+        windows: for each layer its sliding window in tokens, or ``None``.
+        attention_scale: what scores are multiplied by.
+        attention_softcap, final_softcap: scores and logits become ``cap * tanh(x / cap)``.
+        embedding_scale: what embeddings are multiplied by.
+    """
 
     model_type: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -39,20 +64,26 @@ class DecoderConfig:
     head_dim: int
     norm_eps: float
     max_position: int
-    rope: RopeConfig
+    longest: int
+    ropes: tuple[RopeConfig, ...]
+    rope_of: tuple[int | None, ...]
     tied_head: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     windows: tuple[int | None, ...]
+    activation: Activation
+    attention_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    embedding_scale: float
+    moe: MoeConfig | None
 
     @property
-    def num_parameters(self) -> int:
-        """Weights of the whole model, biases and norms left out."""
-        heads = (self.num_heads * 2 + self.num_kv_heads * 2) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
-        return self.num_layers * layer + embeddings
+    def window(self) -> int | None:
+        """Tokens that any layer still reads, if all have a window: older ones can be forgotten."""
+        sizes = [window for window in self.windows if window is not None]
+        return max(sizes) if len(sizes) == self.num_layers else None
 
     def kv_bytes_per_token(self, item_size: int) -> int:
         """Bytes of keys and values one token takes: heads x head size x layers x 2 x bytes."""
@@ -67,81 +98,123 @@ def parse_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             that is missing.
     """
     model_type = config.get("model_type")
-    if model_type not in SUPPORTED_TYPES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
             f"model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED_TYPES)} (SmolLM2 is a llama)"
+            f"{', '.join(FAMILIES)} (SmolLM2 is a llama, Phi-4 a phi3)"
         )
+    family = FAMILIES[model_type]
     _refuse_unsupported(config)
     try:
-        return _decoder_config(model_type, config)
+        return _decoder_config(model_type, family, {**family.defaults, **config})
     except KeyError as error:
         raise ModelError(f"config.json has no {error}, which a {model_type} model needs") from None
 
 
-def _decoder_config(model_type: str, config: Mapping[str, Any]) -> DecoderConfig:
+def _decoder_config(model_type: str, family: Family, config: Mapping[str, Any]) -> DecoderConfig:
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden_size // num_heads
     attention_bias = bool(config.get("attention_bias", False))
-    num_layers = config["num_hidden_layers"]
+    layer_types = _layer_types(family, config)
+    ropes, rope_of = _ropes(family, config, head_dim, layer_types)
+    max_position = config["max_position_embeddings"]
     return DecoderConfig(
         model_type=model_type,
+        family=family,
         vocab_size=config["vocab_size"],
         hidden_size=hidden_size,
         intermediate_size=config["intermediate_size"],
-        num_layers=num_layers,
+        num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or hidden_size // num_heads,
+        head_dim=head_dim,
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        max_position=config["max_position_embeddings"],
-        rope=_parse_rope(config),
+        max_position=max_position,
+        longest=min(rope.longest(max_position) for rope in ropes),
+        ropes=ropes,
+        rope_of=rope_of,
         tied_head=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=SUPPORTED_TYPES[model_type] or attention_bias,
+        qkv_bias=bool(config.get("qkv_bias", family.qkv_bias)) or attention_bias,
         o_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        windows=_parse_windows(config, num_layers),
+        windows=_windows(config, layer_types),
+        activation=_activation(family, config),
+        attention_scale=float(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        attention_softcap=config.get("attn_logit_softcapping"),
+        final_softcap=config.get("final_logit_softcapping"),
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
+        moe=_moe(family, config),
     )
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"hidden_act {activation!r}: the decoder has silu only")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"partial_rotary_factor {config['partial_rotary_factor']}: the decoder rotates whole "
-            "heads only"
-        )
+    for key in _REFUSED:
+        if config.get(key):
+            raise ModelError(f"{key} {config[key]!r}: the decoder does not have it")
 
 
-def _parse_rope(config: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` + ``rope_scaling``."""
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise ModelError(
-            f"rotary scaling {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}"
-        )
-    return RopeConfig(
-        theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        kind=kind,
-        factor=float(rope.get("factor", 1.0)),
-        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-        original_max_position=int(
-            rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        ),
+def _activation(family: Family, config: Mapping[str, Any]) -> Activation:
+    key = family.activation_key
+    name = config.get(key, "silu")
+    if name not in ACTIVATIONS:
+        raise ModelError(f"{key} {name!r}: the decoder has {', '.join(ACTIVATIONS)} only")
+    return ACTIVATIONS[name]
+
+
+def _layer_types(family: Family, config: Mapping[str, Any]) -> tuple[str, ...]:
+    count = config["num_hidden_layers"]
+    given = config.get("layer_types")
+    types = given or [family.layer_type(config, layer) for layer in range(count)]
+    if len(types) != count:
+        raise ModelError(f"layer_types has {len(types)} entries for {count} layers")
+    if other := sorted(set(types) - {SLIDING, FULL}):
+        raise ModelError(f"layer_types has {other[0]!r}: the decoder has {SLIDING} and {FULL} only")
+    return tuple(types)
+
+
+def _windows(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if not window or not config.get("use_sliding_window", True):
+        return (None,) * len(layer_types)
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
+
+
+def _ropes(
+    family: Family, config: Mapping[str, Any], head_dim: int, layer_types: tuple[str, ...]
+) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
+    """The distinct rotary tables, and which of them each layer takes."""
+    by_type = {kind: _rope(family, config, head_dim, kind) for kind in dict.fromkeys(layer_types)}
+    ropes = tuple(dict.fromkeys(by_type.values()))
+    layers = enumerate(layer_types)
+    return ropes, tuple(
+        ropes.index(by_type[kind]) if rotates(config, layer) else None for layer, kind in layers
     )
 
 
-def _parse_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if window is None or not config.get("use_sliding_window", True):
-        return (None,) * num_layers
-    if layer_types := config.get("layer_types"):
-        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-    if config.get("model_type") == "qwen2":
-        # Qwen2 keeps full attention in its first layers.
-        first = config.get("max_window_layers", num_layers)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return (window,) * num_layers
+def _rope(family: Family, config: Mapping[str, Any], head_dim: int, layer_type: str) -> RopeConfig:
+    """Where layers with a window have a base of their own, scalings are for the others."""
+    if family.local_theta is None or layer_type != SLIDING:
+        return parse_rope(config, head_dim, layer_type)
+    settings = dict((config.get("rope_parameters") or {}).get(SLIDING) or {})
+    settings.setdefault("rope_theta", config.get("rope_local_base_freq", family.local_theta))
+    local = {**config, "rope_parameters": settings, "rope_scaling": None, "rope_theta": None}
+    return parse_rope(local, head_dim)
+
+
+def _moe(family: Family, config: Mapping[str, Any]) -> MoeConfig | None:
+    names = family.experts
+    if names is None:
+        return None
+    step, plain = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return MoeConfig(
+        # Transformers writes the first name for what hub files of Qwen call by the second.
+        num_experts=config.get("num_local_experts") or config["num_experts"],
+        width=config[names.width],
+        top_k=config["num_experts_per_tok"],
+        normalize=names.always_normalized or bool(config.get("norm_topk_prob", False)),
+        shared_width=config["shared_expert_intermediate_size"] if names.shared else None,
+        layers=tuple(
+            layer not in plain and (layer + 1) % step == 0
+            for layer in range(config["num_hidden_layers"])
+        ),
+    )

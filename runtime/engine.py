@@ -39,7 +39,7 @@ class Engine:
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
         self._block_size = options.block_size
         self._cache = decoder.new_cache(blocks, options.block_size)
-        self._blocks = BlockManager(blocks, options.block_size)
+        self._blocks = BlockManager(blocks, options.block_size, decoder.config.window)
         config = SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,

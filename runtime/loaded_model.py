@@ -18,6 +18,7 @@ from qtool.runtime.loader import load_decoder
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import compile_decoder, why_not_native
 from qtool.runtime.options import ModelOptions
+from qtool.runtime.rotary import scaling_notes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -57,10 +58,12 @@ def load_model(
         EngineError: under ``strict``, when something is not as asked.
     """
     with CheckpointReader(folder) as reader:
-        limit = parse_decoder_config(reader.config).max_position
-        if max_model_len is not None and max_model_len > limit:
+        config = parse_decoder_config(reader.config)
+        length = max_model_len or config.max_position
+        if length > config.longest:
             raise UsageError(
-                f"max_model_len={max_model_len}: the model was made for at most {limit} tokens"
+                f"max_model_len={max_model_len}: the model was made for at most {config.longest} "
+                "tokens"
             )
         device = resolve_device(options.device)
         dtype, notes = resolve_dtype(options.dtype, reader.config, device)
@@ -71,10 +74,9 @@ def load_model(
             cpu_compute=options.cpu_compute,
             quantized="quantization_config" in reader.config,
         )
-        notes += selection.notes
+        notes += selection.notes + scaling_notes(config.ropes, length)
         if options.strict:
             refuse_notes(notes)
-        length = max_model_len or limit
         decoder, schemes = load_decoder(reader, selection.backend, length)
     decoder, more = choose_form(decoder, options)
     notes += more

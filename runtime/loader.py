@@ -13,10 +13,11 @@ from qtool.formats import compressed_tensors
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor, can_stack, concatenate_rows
-from qtool.runtime.config import DecoderConfig, parse_decoder_config
+from qtool.runtime.config import DecoderConfig, MoeConfig, parse_decoder_config
 from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp, SideBySide
-from qtool.runtime.layers import Attention, DecoderLayer, Mlp
+from qtool.runtime.layers import Attention, DecoderLayer, FeedForward, Mlp
 from qtool.runtime.model import Decoder
+from qtool.runtime.moe import MixtureOfExperts, SharedExpert
 from qtool.runtime.rotary import Rotary
 
 Weight = TypeVar("Weight", Tensor, Tensor | QuantizedTensor)
@@ -76,15 +77,18 @@ class DecoderBuilder:
         self._source, self._config, self._backend = source, config, backend
         self._linears: dict[str, LinearOp] = {}
 
-    def build(self, max_position: int) -> Decoder:
-        """Read everything. ``max_position`` is the longest sequence that will run."""
+    def build(self, length: int) -> Decoder:
+        """Read everything. ``length`` is of the longest sequence that will run."""
         config, backend = self._config, self._backend
         embedding = self._embedding("model.embed_tokens.weight")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = self._norm("model.norm")
         head = self._head(embedding)
         self._source.refuse_leftovers(config.tied_head)
-        rotary = Rotary(config.rope, config.head_dim, max_position, backend.dtype, backend.device)
+        rotary = tuple(
+            Rotary(rope, config.head_dim, length, backend.dtype, backend.device)
+            for rope in config.ropes
+        )
         return Decoder(config, backend, embedding, layers, norm, head, rotary, self._linears)
 
     def _head(self, embedding: Tensor) -> LinearOp:
@@ -96,40 +100,102 @@ class DecoderBuilder:
         return self._linears["lm_head"]
 
     def _layer(self, index: int) -> DecoderLayer:
-        config = self._config
         prefix = f"model.layers.{index}"
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        scope = AttentionScope(config.head_dim**-0.5, config.windows[index])
-        qkv = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
-        gate_up = [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up")]
-        attention = Attention(
-            self._linear(qkv, [q_size, kv_size, kv_size], config.hidden_size, config.qkv_bias),
-            self._linear(
-                [f"{prefix}.self_attn.o_proj"], [config.hidden_size], q_size, config.o_bias
-            ),
-            scope,
-        )
-        width = config.intermediate_size
-        mlp = Mlp(
-            self._linear(gate_up, [width, width], config.hidden_size, config.mlp_bias),
-            self._linear([f"{prefix}.mlp.down_proj"], [config.hidden_size], width, config.mlp_bias),
-        )
+        attention = self._attention(index, f"{prefix}.self_attn")
+        mlp = self._feed_forward(index, prefix)
+        if not self._config.family.sandwich:
+            return DecoderLayer(
+                attention_norm=self._norm(f"{prefix}.input_layernorm"),
+                attention=attention,
+                mlp_norm=self._norm(f"{prefix}.post_attention_layernorm"),
+                mlp=mlp,
+            )
         return DecoderLayer(
-            self._norm(f"{prefix}.input_layernorm"),
-            attention,
-            self._norm(f"{prefix}.post_attention_layernorm"),
-            mlp,
+            attention_norm=self._norm(f"{prefix}.input_layernorm"),
+            attention=attention,
+            attention_out_norm=self._norm(f"{prefix}.post_attention_layernorm"),
+            mlp_norm=self._norm(f"{prefix}.pre_feedforward_layernorm"),
+            mlp=mlp,
+            mlp_out_norm=self._norm(f"{prefix}.post_feedforward_layernorm"),
         )
+
+    def _attention(self, index: int, prefix: str) -> Attention:
+        config = self._config
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        names, sizes = [f"{prefix}.{name}_proj" for name in "qkv"], [q_size, kv_size, kv_size]
+        if config.family.fused:
+            names, sizes = [f"{prefix}.qkv_proj"], [sum(sizes)]
+        output = [f"{prefix}.o_proj"]
+        normed = config.family.qk_norm
+        return Attention(
+            qkv=self._linear(names, sizes, config.hidden_size, config.qkv_bias),
+            output=self._linear(output, [config.hidden_size], q_size, config.o_bias),
+            scope=AttentionScope(
+                config.attention_scale, config.windows[index], config.attention_softcap
+            ),
+            rope=config.rope_of[index],
+            q_norm=self._norm(f"{prefix}.q_norm", config.head_dim) if normed else None,
+            k_norm=self._norm(f"{prefix}.k_norm", config.head_dim) if normed else None,
+        )
+
+    def _feed_forward(self, index: int, prefix: str) -> FeedForward:
+        config = self._config
+        if config.moe is not None and config.moe.layers[index]:
+            return self._experts(config.moe, prefix)
+        return self._mlp(f"{prefix}.mlp", config.intermediate_size, config.mlp_bias)
+
+    def _mlp(
+        self,
+        prefix: str,
+        width: int,
+        bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> Mlp:
+        """``names`` are those of gate, up and down."""
+        hidden = self._config.hidden_size
+        gate_up, sizes = [f"{prefix}.{name}" for name in names[:2]], [width, width]
+        if self._config.family.fused:
+            gate_up, sizes = [f"{prefix}.gate_up_proj"], [2 * width]
+        return Mlp(
+            self._linear(gate_up, sizes, hidden, bias),
+            self._linear([f"{prefix}.{names[2]}"], [hidden], width, bias),
+            self._config.activation,
+        )
+
+    def _experts(self, moe: MoeConfig, prefix: str) -> MixtureOfExperts:
+        names = self._config.family.experts
+        assert names is not None
+        module = f"{prefix}.{names.module}"
+        shared = None
+        if moe.shared_width is not None:
+            mlp = self._mlp(f"{module}.shared_expert", moe.shared_width)
+            shared = SharedExpert(mlp, self._router(f"{module}.shared_expert_gate", 1))
+        experts = (f"{module}.experts.{number}" for number in range(moe.num_experts))
+        return MixtureOfExperts(
+            router=self._router(f"{module}.gate", moe.num_experts),
+            experts=tuple(self._mlp(name, moe.width, names=names.projections) for name in experts),
+            top_k=moe.top_k,
+            normalize=moe.normalize,
+            shared=shared,
+        )
+
+    def _router(self, module: str, size: int) -> LinearOp:
+        name = f"{module}.weight"
+        weight = _checked(name, self._source.tensor(name), (size, self._config.hidden_size))
+        self._linears[module] = self._backend.router(weight)
+        return self._linears[module]
 
     def _embedding(self, name: str) -> Tensor:
         shape = self._config.vocab_size, self._config.hidden_size
         tensor = _checked(name, self._source.tensor(name), shape)
         return tensor.to(self._backend.device, self._backend.dtype)
 
-    def _norm(self, module: str) -> Tensor:
+    def _norm(self, module: str, size: int | None = None) -> Tensor:
+        """What a norm multiplies by: its weight, plus the family's offset."""
         name = f"{module}.weight"
-        tensor = _checked(name, self._source.tensor(name), (self._config.hidden_size,))
-        return tensor.to(self._backend.device, torch.float32)
+        shape = (size or self._config.hidden_size,)
+        tensor = _checked(name, self._source.tensor(name), shape)
+        return tensor.to(self._backend.device, torch.float32) + self._config.family.norm_offset
 
     def _linear(self, modules: list[str], rows: list[int], columns: int, bias: bool) -> LinearOp:
         """One operation for modules that read the same input, stacked along their rows."""
@@ -180,14 +246,14 @@ def _refuse_mixture(modules: list[str], weights: list[Tensor | QuantizedTensor])
 
 
 def load_decoder(
-    reader: CheckpointReader, backend: Backend, max_position: int | None = None
+    reader: CheckpointReader, backend: Backend, length: int | None = None
 ) -> tuple[Decoder, dict[str, WeightScheme]]:
     """Load a model folder, and say how each quantized linear is stored.
 
     Args:
         reader: the opened folder.
         backend: where and how it will run.
-        max_position: longest sequence, for the rotary table; the model's own limit if ``None``.
+        length: longest sequence, for the rotary tables; the model's own if ``None``.
 
     Raises:
         ModelError: an architecture that is not supported.
@@ -196,5 +262,5 @@ def load_decoder(
     config = parse_decoder_config(reader.config)
     source = WeightSource(reader)
     builder = DecoderBuilder(source, config, backend)
-    decoder = builder.build(max_position or config.max_position)
+    decoder = builder.build(length or config.max_position)
     return decoder, source.schemes

@@ -11,7 +11,7 @@ from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp
 from qtool.runtime.kv_cache import BlockPools, KVCache
-from qtool.runtime.layers import DecoderLayer, RotaryRows
+from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
 
 
@@ -23,6 +23,7 @@ class Decoder:
         embedding: [vocab, hidden] in the compute dtype.
         norm: float32 [hidden], before the head.
         head: hidden -> vocab, in float32.
+        rotary: cosines and sines, for each of ``config.ropes``.
         linears: every linear by its checkpoint name, for the load plan.
     """
 
@@ -32,7 +33,7 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     norm: Tensor
     head: LinearOp
-    rotary: Rotary
+    rotary: tuple[Rotary, ...]
     linears: dict[str, LinearOp]
 
     @property
@@ -67,17 +68,14 @@ class Decoder:
         assert isinstance(cache, KVCache)
         config, backend = self.config, self.backend
         # The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
-        x = self.embedding[batch.token_ids].float()
-        rotary = RotaryRows(self.rotary.cos[batch.positions], self.rotary.sin[batch.positions])
+        x = self.embedding[batch.token_ids].float() * config.embedding_scale
+        rotary = tuple(table.rows(batch.positions) for table in self.rotary)
         for index, layer in enumerate(self.layers):
-            normed = backend.rms_norm(x, layer.input_norm, config.norm_eps).to(self.dtype)
-            x = x + layer.attention(normed, rotary, index, batch, cache, config, backend)
-            normed = backend.rms_norm(x, layer.post_attention_norm, config.norm_eps).to(self.dtype)
-            x = x + layer.mlp(normed, backend)
+            x = layer(x, rotary, index, batch, cache, config, backend)
         if not len(batch.logit_rows):
             return x.new_empty(0, config.vocab_size)
         rows = backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
-        return self.head(rows)
+        return soft_cap(self.head(rows), config.final_softcap)
 
     def likeliest(self, batch: Batch, cache: BlockPools) -> tuple[Tensor, Tensor]:
         """The largest logit of each of ``batch.logit_rows``, float32 [R], and its token, int64 [R].
@@ -87,3 +85,14 @@ class Decoder:
         """
         best, tokens = self.forward(batch, cache).max(dim=-1)
         return best, tokens
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """``cap * tanh(logits / cap)`` (Gemma 2 report, section 2); [R, vocab] in place.
+
+    Row by row: within one call over all of them, a value's bits would depend on its place.
+    """
+    if cap is not None:
+        for row in logits:
+            row.div_(cap).tanh_().mul_(cap)
+    return logits

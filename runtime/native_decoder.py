@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor
 
 from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
+from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import LinearOp
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kernels.cpu.native_ops import BLOCK, NativeLinear
 from qtool.runtime.kernels.cpu.step import MAX_HEAD_DIM, TILE, LayerOps, NativeStep, StepModel
 from qtool.runtime.kv_cache import BlockPools, PagedCache
-from qtool.runtime.layers import DecoderLayer
-from qtool.runtime.model import Decoder
+from qtool.runtime.layers import DecoderLayer, Mlp
+from qtool.runtime.model import Decoder, soft_cap
 from qtool.runtime.rotary import Rotary
 
 
@@ -46,13 +48,14 @@ class NativeDecoder(Decoder):
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
         assert isinstance(cache, PagedCache)
         out = self.step.run(batch, cache.pages, cache.block_size)
-        return out if isinstance(self.head, NativeLinear) else self.head(out)
+        logits = out if isinstance(self.head, NativeLinear) else self.head(out)
+        return soft_cap(logits, self.config.final_softcap)
 
     @torch.inference_mode()
     def likeliest(self, batch: Batch, cache: BlockPools) -> tuple[Tensor, Tensor]:
         """See :meth:`Decoder.likeliest`; logits exist 32 at a time."""
         assert isinstance(cache, PagedCache)
-        if not isinstance(self.head, NativeLinear):
+        if not isinstance(self.head, NativeLinear) or self.config.final_softcap is not None:
             return Decoder.likeliest(self, batch, cache)
         return self.step.run_likeliest(batch, cache.pages, cache.block_size)
 
@@ -61,6 +64,8 @@ def why_not_native(decoder: Decoder) -> str | None:
     """What keeps a decoder from running as one native call, or ``None``."""
     if not isinstance(decoder.backend, NativeBackend):
         return f"the back end is {decoder.backend.name}"
+    if lacking := next(_lacking(decoder.config), None):
+        return f"the native step has no {lacking}"
     others = [name for name, op in decoder.linears.items() if not isinstance(op, NativeLinear)]
     others = [name for name in others if name != "lm_head"]
     if others:
@@ -72,6 +77,25 @@ def why_not_native(decoder: Decoder) -> str | None:
     if width % BLOCK:
         return f"intermediate_size is {width}; the native step takes multiples of {BLOCK}"
     return None
+
+
+def _lacking(config: DecoderConfig) -> Iterator[str]:
+    """What of a model the step does not compute."""
+    rotated_whole = all(
+        rope.rotary_dim(config.head_dim) == config.head_dim for rope in config.ropes
+    )
+    needs = {
+        "mixture of experts": config.moe is not None,
+        "norm of queries and keys": config.family.qk_norm,
+        "norm behind attention and MLP": config.family.sandwich,
+        f"activation {config.activation}": config.activation != "silu",
+        "soft cap of attention scores": config.attention_softcap is not None,
+        "scaled embeddings": config.embedding_scale != 1.0,
+        "layers with rotary tables of their own, or without": len(set(config.rope_of)) > 1,
+        "layers without rotary positions": config.rope_of[0] is None,
+        "heads rotated in part": not rotated_whole,
+    }
+    return (name for name, needed in needs.items() if needed)
 
 
 def compile_decoder(decoder: Decoder, kv_dtype: torch.dtype) -> NativeDecoder:
@@ -90,9 +114,9 @@ def compile_decoder(decoder: Decoder, kv_dtype: torch.dtype) -> NativeDecoder:
 
 def _describe(decoder: Decoder, kv_dtype: torch.dtype) -> StepModel:
     config = decoder.config
-    positions = decoder.rotary.cos.shape[0]
+    positions = decoder.rotary[0].cos.shape[0]
     # In bfloat16 the table has 8 bits, an angle's error of half a percent; here it costs nothing.
-    rotary = Rotary(config.rope, config.head_dim, positions, torch.float32, decoder.device)
+    rotary = Rotary(config.ropes[0], config.head_dim, positions, torch.float32, decoder.device)
     half, embedding = config.head_dim // 2, decoder.embedding
     return StepModel(
         layers=[_layer_ops(layer) for layer in decoder.layers],
@@ -111,9 +135,10 @@ def _describe(decoder: Decoder, kv_dtype: torch.dtype) -> StepModel:
 
 
 def _layer_ops(layer: DecoderLayer) -> LayerOps:
+    assert isinstance(layer.mlp, Mlp)
     return LayerOps(
-        layer.input_norm,
-        layer.post_attention_norm,
+        layer.attention_norm,
+        layer.mlp_norm,
         _native(layer.attention.qkv),
         _native(layer.attention.output),
         _native(layer.mlp.gate_up),

@@ -195,6 +195,7 @@ class Scheduler:
         assert step is self._in_flight, "commit of another step than was scheduled last"
         for chunk in _alive(step):
             chunk.sequence.num_computed += chunk.length
+            self._blocks.forget(chunk.sequence)
         self._in_flight = None
 
     def check_integrity(self) -> None:

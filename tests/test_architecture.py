@@ -45,7 +45,8 @@ RUNTIME_LAYERS = [
     {"generation", "capacity", "loaded_model", "machine"},
     {"native_decoder"},
     {"model", "loader", "sampler", "logprobs", "tokenizer"},
-    {"batch", "config", "linear", "layers", "rotary", "kv_cache"},
+    {"moe"},
+    {"batch", "config", "families", "linear", "layers", "rope_config", "rotary", "kv_cache"},
     {"kernels"},
 ]
 # These hold no tensors: any runtime module may import them, and they import only each other.

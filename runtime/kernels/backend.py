@@ -45,10 +45,17 @@ class Span(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionScope:
-    """Constants of one layer's attention: score scale, and sliding window in tokens."""
+    """Constants of one layer's attention.
+
+    Attributes:
+        scale: what scores are multiplied by.
+        window: how many tokens a row sees, itself the last; ``None`` for all.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2 report, section 2).
+    """
 
     scale: float
     window: int | None = None
+    softcap: float | None = None
 
 
 class LinearOp(ABC):
@@ -96,6 +103,10 @@ class Backend(ABC):
         """
         return type(self)(self.device, torch.float32).linear(weight, None)
 
+    def router(self, weight: Tensor) -> LinearOp:
+        """Prepare a small plain weight that decides; float32, so that near ties do not flip."""
+        return type(self)(self.device, torch.float32).linear(weight, None)
+
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rows scaled to unit root mean square, times weight (Zhang & Sennrich 2019, section 3).
@@ -106,6 +117,10 @@ class Backend(ABC):
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[M, 2 * K] -> silu(first half) * second half, [M, K]."""
+
+    @abstractmethod
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """[M, 2 * K] -> gelu(first half) * second half, [M, K]; gelu's form with a tanh."""
 
     @abstractmethod
     def attention(

@@ -120,6 +120,11 @@ class ReferenceBackend(Backend):
         rows = [functional.silu(row[:half]) * row[half:] for row in gate_up]
         return torch.stack(rows)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        half = gate_up.shape[1] // 2
+        rows = [functional.gelu(row[:half], approximate="tanh") * row[half:] for row in gate_up]
+        return torch.stack(rows)
+
     def attention(
         self,
         q: Tensor,
@@ -131,18 +136,29 @@ class ReferenceBackend(Backend):
         out = torch.empty_like(q)
         for span, table in zip(layout.spans, layout.block_tables, strict=True):
             rows = slice(span.start, span.start + span.length)
-            context = gather_context(keys, table, span), gather_context(values, table, span)
-            out[rows] = _attend(q[rows], *context, span, scope)
+            context = [gather_context(pool, table, span, scope) for pool in (keys, values)]
+            out[rows] = _attend(q[rows], context[0], context[1], span, scope)
         return out
 
 
-def gather_context(pool: Tensor, table: Tensor, span: Span) -> Tensor:
-    """A sequence's K or V [num_kv_heads, L, head_dim], L filled up to KEY_TILE with zeros."""
+def gather_context(pool: Tensor, table: Tensor, span: Span, scope: AttentionScope) -> Tensor:
+    """A sequence's K or V [num_kv_heads, L, head_dim], L filled up to KEY_TILE with zeros.
+
+    So is what no row's window reaches: its blocks may belong to others by now.
+    """
     block_size = pool.shape[1]
     blocks = -(-span.context_len // block_size)
     context = pool[table[:blocks]].flatten(0, 1)[: span.context_len]
+    context[: first_visible(span, scope)] = 0
     padded = functional.pad(context, (0, 0, 0, 0, 0, -span.context_len % KEY_TILE))
     return padded.transpose(0, 1)
+
+
+def first_visible(span: Span, scope: AttentionScope) -> int:
+    """The first position that any row of a span sees."""
+    if scope.window is None:
+        return 0
+    return max(0, span.context_len - span.length - scope.window + 1)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, span: Span, scope: AttentionScope) -> Tensor:
@@ -155,14 +171,14 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, span: Span, scope: Attentio
         grouped = tile.view(ROW_TILE, num_kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
         positions = first + index * ROW_TILE + torch.arange(ROW_TILE, device=q.device)
         rows = positions.repeat_interleave(grouped.shape[1] // ROW_TILE)
-        out = _attend_tile(grouped.float() * scope.scale, keys, values, rows, scope.window)
+        out = _attend_tile(grouped.float() * scope.scale, keys, values, rows, scope)
         split = out.view(num_kv_heads, ROW_TILE, -1, head_dim).transpose(0, 1)
         outputs.append(split.reshape(ROW_TILE, -1, head_dim))
     return torch.cat(outputs)[: q.shape[0]].to(q.dtype)
 
 
 def _attend_tile(
-    q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, window: int | None
+    q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, scope: AttentionScope
 ) -> Tensor:
     """q [kv_heads, R, D] at positions rows [R] over keys and values [kv_heads, L, D]."""
     highest = torch.full((*q.shape[:2], 1), -torch.inf, device=q.device)
@@ -171,9 +187,11 @@ def _attend_tile(
     for start in range(0, min(int(rows[-1]) + 1, keys.shape[1]), KEY_TILE):
         columns = torch.arange(start, start + KEY_TILE, device=q.device)
         visible = columns <= rows.unsqueeze(1)
-        if window is not None:
-            visible &= columns > rows.unsqueeze(1) - window
+        if scope.window is not None:
+            visible &= columns > rows.unsqueeze(1) - scope.window
         scores = q @ keys[:, start : start + KEY_TILE].float().transpose(1, 2)
+        if scope.softcap is not None:
+            scores = scope.softcap * torch.tanh(scores / scope.softcap)
         scores = scores.masked_fill(~visible, -torch.inf)
         new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
         # A row that has seen no key yet keeps -inf; its shift is 0 so that exp gives 0, not NaN.

@@ -10,23 +10,27 @@ from torch import nn
 from qtool.calibration.families import FAMILIES, find_family, head_dim
 from qtool.calibration.walk import build_on_meta
 from qtool.errors import ModelError
+from qtool.formats.checkpoint import read_json
+from support.offline import OFFLINE_VARIANTS
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("variant", OFFLINE_VARIANTS)
 def test_a_row_names_every_linear_of_a_block_and_only_modules_that_exist(
-    model_type: str, model_factory
+    variant: str, model_factory
 ) -> None:
-    model = build_on_meta(model_factory(model_type=model_type))
-    family = FAMILIES[model_type]
+    folder = model_factory(**OFFLINE_VARIANTS[variant])
+    model = build_on_meta(folder)
+    family = find_family(read_json(folder / "config.json"))
     block = model.get_submodule(family.blocks)[1]
     linears = {name for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    assert linears == set(family.linears)
+    assert linears - set(family.routers) == set(family.linears)
+    assert all(block.get_submodule(name) for name in family.routers)
     for pair in family.pairs:
         assert all(block.get_submodule(name) for name in (pair.source, pair.parent, *pair.targets))
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(ModelError, match="'mamba'.*llama, mistral, qwen2"):
+    with pytest.raises(ModelError, match="'mamba'.*llama, mistral, mixtral"):
         find_family({"model_type": "mamba"})
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from qtool.calibration.families import FAMILIES, find_family
+from qtool.calibration.families import find_family
 from qtool.calibration.observers import AbsMax, MeanAbs
 from qtool.calibration.walk import DecoderBlock, walk_blocks
 from qtool.errors import CalibrationError, CheckpointError, QuantizationError
 from qtool.formats.checkpoint import CheckpointReader
+from support.offline import OFFLINE_VARIANTS
 
 CPU = torch.device("cpu")
 
@@ -40,13 +41,15 @@ def _hidden_states(model: torch.nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
         return model(ids, output_hidden_states=True, use_cache=False).hidden_states
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("variant", OFFLINE_VARIANTS)
 def test_every_block_gets_the_input_the_whole_model_gives_it(
-    model_type: str, model_factory, ids: Tensor
+    variant: str, model_factory, ids: Tensor
 ) -> None:
     # A window shorter than the text makes masks matter where the family has one.
-    extra = {"sliding_window": 4} if model_type == "mistral" else {}
-    folder = model_factory(model_type=model_type, layers=3, **extra)
+    settings = {"layers": 3} | OFFLINE_VARIANTS[variant]
+    if "sliding_window" in settings:
+        settings["sliding_window"] = 4
+    folder = model_factory(**settings)
     expected = _hidden_states(AutoModelForCausalLM.from_pretrained(folder), ids)
     for block in _walk(folder, ids):
         torch.testing.assert_close(block.inputs, expected[block.index], rtol=1e-5, atol=1e-5)

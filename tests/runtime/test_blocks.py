@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.errors import EngineError
-from qtool.runtime.blocks import BlockCopy, BlockManager
+from qtool.runtime.blocks import FORGOTTEN, BlockCopy, BlockManager
 from qtool.runtime.sequence import Sequence
 from support.scripted import make_sequence
 
@@ -196,15 +194,63 @@ def test_the_integrity_check_names_the_block_whose_books_are_wrong() -> None:
         blocks.check_integrity([sequence])
 
 
+class TestWindow:
+    """Every layer sees so many tokens, and older blocks return while their sequence runs."""
+
+    def _compute(self, blocks: BlockManager, sequence: Sequence, num_tokens: int) -> list[int]:
+        _compute(blocks, sequence, num_tokens)
+        blocks.forget(sequence)
+        blocks.check_integrity([sequence])
+        return [block for block in sequence.block_table if block != FORGOTTEN]
+
+    def test_a_block_returns_when_the_next_token_sees_none_of_it(self) -> None:
+        blocks = BlockManager(num_blocks=8, block_size=4, window=6)
+        sequence = make_sequence("a", list(range(30)))
+        # After 8 tokens the next stands at 8 and sees 3 .. 8; after 9, 4 .. 9.
+        assert len(self._compute(blocks, sequence, 8)) == 2
+        assert len(self._compute(blocks, sequence, 1)) == 2
+        assert sequence.block_table[0] == FORGOTTEN
+        assert blocks.num_free == 6
+
+    def test_a_sequence_longer_than_the_cache_goes_on(self) -> None:
+        blocks = BlockManager(num_blocks=3, block_size=4, window=6)
+        sequence = make_sequence("a", list(range(100)))
+        for _ in range(100):
+            assert len(self._compute(blocks, sequence, 1)) <= 3
+        blocks.free(sequence)
+        assert blocks.num_free == 3
+
+    def test_a_child_shares_nothing_where_the_parent_forgot_what_it_would_see(self) -> None:
+        blocks = BlockManager(num_blocks=8, block_size=4, window=6)
+        parent = make_sequence("parent", list(range(20)))
+        self._compute(blocks, parent, 16)
+        near, far = _fork(blocks, parent), make_sequence("far", list(range(9)))
+        blocks.fork(parent, far)
+        assert (near.num_computed, far.num_computed) == (16, 0)
+        assert far.block_table == []
+        blocks.check_integrity([parent, near, far])
+
+    def test_a_shared_block_stays_until_all_have_forgotten_it(self) -> None:
+        blocks = BlockManager(num_blocks=8, block_size=4, window=4)
+        parent = make_sequence("parent", list(range(40)))
+        self._compute(blocks, parent, 4)
+        child = _fork(blocks, parent)
+        shared = parent.block_table[0]
+        _compute(blocks, parent, 4)
+        blocks.forget(parent)
+        assert parent.block_table[0] == FORGOTTEN and child.block_table == [shared]
+        blocks.check_integrity([parent, child])
+
+
 Actions = st.lists(st.tuples(st.sampled_from("gff"), st.integers(0, 9), st.integers(1, 9)))
 
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
-@given(actions=Actions, block_size=st.integers(1, 5))
+@given(actions=Actions, block_size=st.integers(1, 5), window=st.sampled_from([None, 1, 3, 4, 11]))
 def test_the_books_are_exact_after_any_growing_forking_and_freeing(
-    actions: list[tuple[str, int, int]], block_size: int
+    actions: list[tuple[str, int, int]], block_size: int, window: int | None
 ) -> None:
-    blocks = BlockManager(num_blocks=12, block_size=block_size)
+    blocks = BlockManager(num_blocks=12, block_size=block_size, window=window)
     tokens = list(range(200))
     owners = [make_sequence(str(i), tokens) for i in range(3)]
     for action, which, size in actions:
@@ -214,13 +260,15 @@ def test_the_books_are_exact_after_any_growing_forking_and_freeing(
             table = sequence.block_table
             assert {copy.dst for copy in copies} <= set(table)
             assert not {copy.src for copy in copies} & set(table)
+            blocks.forget(sequence)
         elif action == "f" and size > 4:
             blocks.free(sequence)
         elif action == "f":
             owners.append(make_sequence(str(len(owners)), tokens))
             blocks.fork(sequence, owners[-1])
         blocks.check_integrity(owners)
-        used = Counter(block for owner in owners for block in owner.block_table)
+        tables = [owner.block_table for owner in owners]
+        used = {block for table in tables for block in table if block != FORGOTTEN}
         assert len(used) + blocks.num_free == blocks.num_blocks
     for owner in owners:
         blocks.free(owner)

@@ -73,8 +73,8 @@ def test_old_spelling_of_rotary_settings_means_the_same(
     [
         ({"model_type": "mamba"}, "'mamba' is not supported; supported are llama"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "'proportional' is not supported"),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1"),
         ({"vocab_size": ...}, "no 'vocab_size'"),
     ],
 )

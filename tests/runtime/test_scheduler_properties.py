@@ -42,7 +42,8 @@ def _max_steps(engine: ScriptedEngine, sequences: list[Sequence]) -> int:
 
 def _assert_streams_are_those_of_solo_runs(engine: ScriptedEngine) -> None:
     for sequence in engine.finished:
-        expected = run_alone(sequence.prompt_token_ids, _limit(engine, sequence))
+        limit = _limit(engine, sequence)
+        expected = run_alone(sequence.prompt_token_ids, limit, engine.window)
         assert sequence.output_token_ids == expected, sequence.request_id
 
 
@@ -87,9 +88,9 @@ def _act(rng: random.Random, engine: ScriptedEngine, name: str, priorities: int)
         assert error.param == "prompt"
 
 
-def _run_random_schedule(seed: int) -> ScriptedEngine:
+def _run_random_schedule(seed: int, window: int | None = None) -> ScriptedEngine:
     rng = random.Random(seed)
-    engine = ScriptedEngine(*_random_config(rng))
+    engine = ScriptedEngine(*_random_config(rng), window)
     priorities = rng.choice([1, 1, 3])
     for i in range(rng.randint(1, 40)):
         _act(rng, engine, f"{seed}-{i}", priorities)
@@ -112,6 +113,19 @@ def test_thousands_of_random_schedules_give_every_request_its_solo_tokens() -> N
     assert num_preemptions > NUM_SCHEDULES / 2
     assert num_copies > NUM_SCHEDULES / 5
     assert num_finished > 3 * NUM_SCHEDULES
+
+
+def test_a_sliding_window_gives_every_request_its_solo_tokens_and_its_blocks_back() -> None:
+    num_preemptions = num_copies = 0
+    for seed in range(NUM_SCHEDULES // 4):
+        try:
+            engine = _run_random_schedule(seed, window=1 + seed % 10)
+            _assert_streams_are_those_of_solo_runs(engine)
+        except AssertionError as error:
+            raise AssertionError(f"schedule with seed {seed}: {error}") from error
+        num_preemptions += engine.num_preemptions
+        num_copies += engine.num_copies
+    assert min(num_preemptions, num_copies) > NUM_SCHEDULES / 40
 
 
 def test_each_request_ends_within_as_many_steps_as_it_and_those_before_it_have_tokens() -> None:
@@ -140,10 +154,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         model_len=st.sampled_from([12, 1000]),
         num_slots=st.integers(8, 64),
         block_size=st.sampled_from([1, 3, 4]),
+        window=st.sampled_from([None, 1, 4, 10]),
     )
-    def start(self, seqs: int, spare: int, model_len: int, num_slots: int, block_size: int) -> None:
+    def start(
+        self,
+        seqs: int,
+        spare: int,
+        model_len: int,
+        num_slots: int,
+        block_size: int,
+        window: int | None,
+    ) -> None:
         config = SchedulerConfig(seqs, seqs + spare, model_len)
-        self.engine = ScriptedEngine(config, num_slots // block_size, block_size)
+        self.engine = ScriptedEngine(config, num_slots // block_size, block_size, window)
         self.num_added = 0
 
     def _name(self) -> str:

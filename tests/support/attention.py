@@ -34,7 +34,10 @@ def ref_attention(
             for head in range(q.shape[1]):
                 k = torch.stack([keys[b, s, head // group] for b, s in slots]).double()
                 v = torch.stack([values[b, s, head // group] for b, s in slots]).double()
-                weights = torch.softmax(k @ q[span.start + row, head].double() * scope.scale, 0)
+                scores = k @ q[span.start + row, head].double() * scope.scale
+                if scope.softcap is not None:
+                    scores = scope.softcap * torch.tanh(scores / scope.softcap)
+                weights = torch.softmax(scores, 0)
                 out[span.start + row, head] = weights @ v
     return out
 
@@ -61,6 +64,13 @@ def make_case(
     q = torch.randn(start, heads, head_dim, generator=generator)
     layout = Layout(tuple(spans), torch.tensor(tables), all(rows == 1 for rows, _ in lengths))
     return q.to(dtype), keys.to(dtype), values.to(dtype), layout
+
+
+def forget(pool: Tensor, layout: Layout, window: int) -> None:
+    """NaN in whatever is behind the window of a sequence's rows, as if others had it by now."""
+    for span, table in zip(layout.spans, layout.block_tables.tolist(), strict=True):
+        for position in range(max(0, span.context_len - span.length - window + 1)):
+            pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = torch.nan
 
 
 CASES = {

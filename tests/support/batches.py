@@ -27,6 +27,11 @@ def make_cache(decoder: Decoder, num_blocks: int = 64, *, poisoned: bool = True)
     return cache
 
 
+def _cache_for(decoder: Decoder, token_ids: SequenceOf[int]) -> BlockPools:
+    """With room for every second block that the tokens take."""
+    return make_cache(decoder, max(64, 2 * (len(token_ids) // BLOCK_SIZE + 2)))
+
+
 def make_sequence(token_ids: SequenceOf[int], first_block: int, name: str = "s") -> Sequence:
     """A sequence on every second block, in falling order: nothing lies side by side."""
     sequence = Sequence(name, list(token_ids), SamplingParams())
@@ -44,12 +49,12 @@ def run_whole(decoder: Decoder, token_ids: SequenceOf[int]) -> Tensor:
     """Logits [T, vocab] of one sequence, in one chunk."""
     sequence = make_sequence(token_ids, 0)
     batch = batch_of(Chunk(sequence, 0, len(token_ids)))
-    return decoder.forward(batch, make_cache(decoder))
+    return decoder.forward(batch, _cache_for(decoder, token_ids))
 
 
 def run_chunked(decoder: Decoder, token_ids: SequenceOf[int], sizes: SequenceOf[int]) -> Tensor:
     """The same in chunks of ``sizes``, the last of them repeated."""
-    sequence, cache = make_sequence(token_ids, 1), make_cache(decoder)
+    sequence, cache = make_sequence(token_ids, 1), _cache_for(decoder, token_ids)
     logits, start, remaining = [], 0, list(sizes)
     while start < len(token_ids):
         size = remaining.pop(0) if len(remaining) > 1 else remaining[0]

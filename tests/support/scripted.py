@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from zlib import crc32
 
-from qtool.runtime.blocks import BlockManager
+from qtool.runtime.blocks import FORGOTTEN, BlockManager
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler, SchedulerConfig
 from qtool.runtime.sequence import Sequence, SequenceStatus
@@ -24,11 +24,11 @@ def next_token(tokens: list[int]) -> int:
     return crc32(bytes(tokens)) % VOCAB_SIZE
 
 
-def run_alone(prompt: list[int], limit: int) -> list[int]:
+def run_alone(prompt: list[int], limit: int, window: int | None = None) -> list[int]:
     """The output of a prompt with no scheduler, no cache and no neighbours."""
     tokens = list(prompt)
     while len(tokens) < limit and (len(tokens) == len(prompt) or tokens[-1] != STOP_TOKEN):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens if window is None else tokens[-window:]))
     return tokens[len(prompt) :]
 
 
@@ -42,8 +42,15 @@ def make_sequence(
 class ScriptedEngine:
     """Drives a scheduler as the real engine does, and checks it at every turn."""
 
-    def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
-        self.blocks = BlockManager(num_blocks, block_size)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        window: int | None = None,
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, block_size, window)
+        self.window = window
         self.scheduler = Scheduler(config, self.blocks)
         self.config = config
         self.alive: list[Sequence] = []
@@ -51,6 +58,7 @@ class ScriptedEngine:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_copies = 0
+        self._sampled_from: dict[str, list[int | None]] = {}
         self._cache: list[int | None] = [None] * self.blocks.num_slots
 
     def add(self, sequence: Sequence) -> None:
@@ -109,13 +117,19 @@ class ScriptedEngine:
         for src, dst in step.copies:
             self._cache[dst * size : (dst + 1) * size] = self._cache[src * size : (src + 1) * size]
         # The owners are counted here anew, not taken from the block manager.
-        owners = Counter(block for sequence in self.alive for block in sequence.block_table)
+        tables = [sequence.block_table for sequence in self.alive]
+        owners = Counter(block for table in tables for block in table if block != FORGOTTEN)
         for chunk in step.chunks:
             self._write(chunk, owners)
         for chunk in step.chunks:
             end = chunk.start + chunk.length
-            held, meant = self._read(chunk.sequence, end), chunk.sequence.token_ids(0, end)
+            first = self._first_seen(chunk.start)
+            held = self._read(chunk.sequence, first, end)
+            meant = chunk.sequence.token_ids(first, end)
             assert held == meant, f"{chunk.sequence.request_id}: cache holds {held}, not {meant}"
+            # Read in the step, as a model does: its commit may forget what only this step saw.
+            seen = self._read(chunk.sequence, self._first_seen(end - 1), end)
+            self._sampled_from[chunk.sequence.request_id] = seen
 
     def _write(self, chunk: Chunk, owners: Counter[int]) -> None:
         tokens = chunk.sequence.token_ids(chunk.start, chunk.start + chunk.length)
@@ -125,8 +139,11 @@ class ScriptedEngine:
             assert owners[block] == 1, f"block {block} is written, and has {owners[block]} owners"
             self._cache[slot] = token
 
-    def _read(self, sequence: Sequence, end: int) -> list[int | None]:
-        return [self._cache[self._slot(sequence, position)] for position in range(end)]
+    def _read(self, sequence: Sequence, first: int, end: int) -> list[int | None]:
+        return [self._cache[self._slot(sequence, position)] for position in range(first, end)]
+
+    def _first_seen(self, position: int) -> int:
+        return 0 if self.window is None else max(0, position - self.window + 1)
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         block, offset = divmod(position, self.blocks.block_size)
@@ -135,7 +152,10 @@ class ScriptedEngine:
     def _append(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.FINISHED:
             return
-        tokens = [token for token in self._read(sequence, sequence.num_tokens) if token is not None]
+        first = self._first_seen(sequence.num_tokens - 1)
+        held = self._sampled_from.pop(sequence.request_id)
+        tokens = [token for token in held if token is not None]
+        assert len(tokens) == sequence.num_tokens - first
         if sequence.num_tokens < self.scheduler.token_limit(sequence):
             sequence.append(next_token(tokens))
         limit_reached = sequence.num_tokens == self.scheduler.token_limit(sequence)

@@ -67,6 +67,9 @@ class NativeBackend(CpuBackend):
             return super().linear(weight, bias)
         return self._packed(_dense(weight, self.compute), bias, self.compute)
 
+    def router(self, weight: Tensor) -> LinearOp:
+        return CpuBackend(self.device, torch.float32).linear(weight, None)
+
     def head(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         """A plain head is rounded to 8 bits where activations are, and exact otherwise."""
         if isinstance(weight, QuantizedTensor):

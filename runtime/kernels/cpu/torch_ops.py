@@ -23,6 +23,7 @@ from qtool.runtime.kernels.backend import AttentionLayout, AttentionScope, Backe
 from qtool.runtime.kernels.reference import (
     RoundedInputLinear,
     dense_weight,
+    first_visible,
     rounds_input,
     tensor_bytes,
 )
@@ -113,6 +114,10 @@ class CpuBackend(Backend):
         gate, up = gate_up.chunk(2, dim=1)
         return functional.silu(gate).mul_(up)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
     def attention(
         self,
         q: Tensor,
@@ -150,10 +155,7 @@ def _attend_decode(
         return context.transpose(1, 2)
 
     mask = None if bool(visible.all()) else visible[:, None, None, :]
-    out = functional.scaled_dot_product_attention(
-        q.unsqueeze(2), gather(keys), gather(values), mask, scale=scope.scale, enable_gqa=True
-    )
-    return out.squeeze(2)
+    return _attend(q.unsqueeze(2), gather(keys), gather(values), mask, scope).squeeze(2)
 
 
 def _attend_span(
@@ -161,27 +163,43 @@ def _attend_span(
 ) -> Tensor:
     """All rows of one sequence's chunk over its whole context."""
     block_size = keys.shape[1]
-    blocks = table[: -(-span.context_len // block_size)]
+    first = first_visible(span, scope)
+    skipped = first // block_size
+    blocks = table[skipped : -(-span.context_len // block_size)]
+    visible = slice(first - skipped * block_size, span.context_len - skipped * block_size)
 
     def gather(pool: Tensor) -> Tensor:
-        return pool[blocks].flatten(0, 1)[: span.context_len].transpose(0, 1).unsqueeze(0)
+        return pool[blocks].flatten(0, 1)[visible].transpose(0, 1).unsqueeze(0)
 
     whole_prompt = span.length == span.context_len and scope.window is None
-    out = functional.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        gather(keys),
-        gather(values),
-        None if whole_prompt else _causal_mask(span, scope.window),
-        is_causal=whole_prompt,
-        scale=scope.scale,
-        enable_gqa=True,
-    )
+    mask = None if whole_prompt else _causal_mask(span, first, scope.window)
+    out = _attend(q.transpose(0, 1).unsqueeze(0), gather(keys), gather(values), mask, scope)
     return out.squeeze(0).transpose(0, 1)
 
 
-def _causal_mask(span: Span, window: int | None) -> Tensor:
-    """Visible keys, bool [length, context_len]."""
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scope: AttentionScope
+) -> Tensor:
+    """q [S, heads, R, D] over keys and values [S, kv_heads, L, D]; no mask means causal."""
+    causal = mask is None and q.shape[2] > 1
+    if scope.softcap is None:
+        return functional.scaled_dot_product_attention(
+            q, keys, values, mask, is_causal=causal, scale=scope.scale, enable_gqa=True
+        )
+    if causal:
+        mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).tril()
+    grouped = q.unflatten(1, (keys.shape[1], -1)).float()
+    scores = grouped @ keys.unsqueeze(2).float().transpose(-1, -2)
+    scores = scope.softcap * torch.tanh(scores * (scope.scale / scope.softcap))
+    if mask is not None:
+        scores.masked_fill_(~mask.unsqueeze(-3), -torch.inf)
+    weights = torch.softmax(scores, dim=-1).to(values.dtype)
+    return (weights @ values.unsqueeze(2)).flatten(1, 2)
+
+
+def _causal_mask(span: Span, first: int, window: int | None) -> Tensor:
+    """Visible keys of those from position ``first``, bool [length, context_len - first]."""
     rows = torch.arange(span.context_len - span.length, span.context_len).unsqueeze(1)
-    columns = torch.arange(span.context_len)
+    columns = torch.arange(first, span.context_len)
     visible = columns <= rows
     return visible if window is None else visible & (columns > rows - window)

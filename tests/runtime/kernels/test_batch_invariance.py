@@ -53,7 +53,8 @@ def test_norm_and_activation_do_not_depend_on_the_number_of_rows() -> None:
         assert torch.equal(
             BACKEND.rms_norm(x[:size], weight, 1e-5)[0], BACKEND.rms_norm(x, weight, 1e-5)[0]
         )
-        assert torch.equal(BACKEND.silu_mul(x[:size])[size - 1], BACKEND.silu_mul(x)[size - 1])
+        for function in (BACKEND.silu_mul, BACKEND.gelu_mul):
+            assert torch.equal(function(x[:size])[size - 1], function(x)[size - 1])
 
 
 @pytest.mark.parametrize("sizes", [[1], [5], [16], [17, 3], [KEY_TILE + 1], [40, 1, 1, 29]])

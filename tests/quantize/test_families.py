@@ -1,0 +1,169 @@
+"""Every family, quantized: smoothing changes nothing, names are the hub's, the engine runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from qtool.calibration.experts import use_hub_names
+from qtool.calibration.families import (
+    FAMILIES,
+    ModelFamily,
+    SmoothingPair,
+    find_family,
+    head_dim,
+    value_channels,
+)
+from qtool.calibration.walk import load_weights
+from qtool.errors import ModelError
+from qtool.formats.checkpoint import CheckpointReader, CheckpointWriter
+from qtool.formats.tensor import QuantizedTensor
+from qtool.quantize import smoothing
+from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.pipeline import quantize_model
+from qtool.runtime.loaded_model import load_model
+from qtool.runtime.loader import WeightSource
+from qtool.runtime.options import ModelOptions
+from support.batches import run_whole
+from support.offline import OFFLINE_VARIANTS
+from support.variants import ref_logits, relative_error, token_ids
+
+NATIVE = ModelOptions(device="cpu", dtype="fp32", cpu_compute="int8")
+REFERENCE = ModelOptions(device="cpu", dtype="fp32", backend="reference")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers_logging.disable_progress_bar()
+
+
+def _fold(
+    block: nn.Module, pair: SmoothingPair, family: ModelFamily, config: dict[str, int], seed: int
+) -> None:
+    """Random scales through one pair, as the methods fold theirs."""
+    targets = [block.get_submodule(name) for name in pair.targets]
+    channels = targets[0].weight.shape[1]
+    width = value_channels(config) if pair.shares_heads else channels
+    scales = torch.rand(width, generator=torch.Generator().manual_seed(seed)) * 4 + 0.25
+    source = block.get_submodule(pair.source)
+    if isinstance(source, nn.Linear):
+        weight, bias = smoothing.divide_rows(source.weight, source.bias, scales)
+        source.weight.copy_(weight)
+        if bias is not None:
+            source.bias.copy_(bias)
+    else:
+        weight, scales = smoothing.divide_norm(
+            source.weight, scales, family.norm_offset, torch.float32
+        )
+        source.weight.copy_(weight)
+    if pair.shares_heads:
+        scales = smoothing.spread_over_query_group(scales, head_dim(config), channels)
+    for target in targets:
+        target.weight.copy_(smoothing.multiply_columns(target.weight, scales))
+
+
+@pytest.mark.parametrize("variant", OFFLINE_VARIANTS)
+def test_smoothing_through_every_pair_leaves_the_logits_as_they_were(
+    variant: str, model_factory: Callable[..., Path]
+) -> None:
+    folder = model_factory(**OFFLINE_VARIANTS[variant])
+    with CheckpointReader(folder) as reader, torch.no_grad():
+        family = find_family(reader.config)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = torch.tensor([token_ids(60)])
+        before = model(ids).logits
+        use_hub_names(model, family)
+        for prefix in family.block_prefixes(reader.config):
+            block = model.get_submodule(prefix)
+            load_weights(block, prefix, reader, torch.device("cpu"))
+            for index, pair in enumerate(family.pairs):
+                _fold(block, pair, family, reader.config, index)
+        after = model(ids).logits
+    assert relative_error(after, before) < 1e-4
+    assert not torch.equal(after, before), "some scale was folded"
+
+
+def test_every_family_is_among_the_variants() -> None:
+    seen = {v.get("model_type", "llama") for v in OFFLINE_VARIANTS.values()}
+    assert seen == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("variant", "method"),
+    [*((variant, "awq") for variant in OFFLINE_VARIANTS), ("mixtral", "rtn"), ("phi3", "rtn")],
+)
+def test_a_quantized_folder_has_the_hubs_names_and_runs_as_transformers_runs_its_weights(
+    variant: str, method: str, model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, out = model_factory(**OFFLINE_VARIANTS[variant]), tmp_path / "q"
+    options = QuantizeOptions(
+        method=method,
+        group_size="row",
+        calibration=(__file__,),
+        samples=2,
+        seq_len=32,
+        device="cpu",
+    )
+    report = quantize_model(folder, out, options)
+    with CheckpointReader(folder) as reader:
+        family, config = find_family(reader.config), reader.config
+    assert len(report.modules) == len(family.linears) * config["num_hidden_layers"]
+    _write_dequantized(out, folder, tmp_path / "plain")
+    ids = token_ids(40)
+    actual = run_whole(load_model(out, REFERENCE).decoder, ids)
+    assert relative_error(actual, ref_logits(tmp_path / "plain", ids)) < 1e-4
+    # With activations rounded to 8 bits. Where that moves a token to another expert, its row is
+    # another; so the bound is for the middle row. A tiny random model makes much of any noise.
+    native = run_whole(load_model(out, NATIVE).decoder, ids)
+    errors = (native - actual).norm(dim=1) / actual.norm(dim=1)
+    assert float(errors.median()) < 0.08
+
+
+def _write_dequantized(quantized: Path, original: Path, out: Path) -> None:
+    """The original's tensors, by its names and no others, with the values that the result has."""
+    with (
+        CheckpointReader(quantized) as reader,
+        CheckpointReader(original) as names,
+        CheckpointWriter(out) as writer,
+    ):
+        source = WeightSource(reader)
+        for name in names.names():
+            weight = source.weight(name.removesuffix(".weight")) if _is_linear(name) else None
+            plain = source.tensor(name) if weight is None else weight
+            if isinstance(plain, QuantizedTensor):
+                plain = plain.dequantize()
+            writer.add(name, plain.float())
+        source.refuse_leftovers(tied_head=False)
+        writer.finish(names.config)
+
+
+def _is_linear(name: str) -> bool:
+    return ".layers." in name and name.endswith(".weight") and "norm" not in name
+
+
+def test_routers_are_named_as_not_quantized_and_keep_their_bits(
+    model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = model_factory(**OFFLINE_VARIANTS["qwen2_moe"])
+    quantize_model(folder, tmp_path / "q", QuantizeOptions(method="rtn", group_size="row"))
+    routers = [f"model.layers.{i}.mlp.{n}" for i in (0, 1) for n in ("gate", "shared_expert_gate")]
+    with CheckpointReader(folder) as source, CheckpointReader(tmp_path / "q") as result:
+        ignored = result.config["quantization_config"]["ignore"]
+        for router in routers:
+            assert router in ignored
+            assert torch.equal(source.get(f"{router}.weight"), result.get(f"{router}.weight"))
+
+
+def test_blocks_of_two_kinds_are_refused_by_the_name_of_the_key() -> None:
+    config = {"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 4}
+    assert len(find_family(config | {"mlp_only_layers": []}).linears) == 4 + 3 * 4
+    with pytest.raises(ModelError, match="mlp_only_layers=\\[2\\]"):
+        find_family(config | {"mlp_only_layers": [2]})
+    with pytest.raises(ModelError, match="decoder_sparse_step=2"):
+        find_family(config | {"decoder_sparse_step": 2})
