@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from qtool.calibration.families import K, ModelFamily, Q, SmoothingPair, head_dim
 from qtool.calibration.observers import EveryNth, Hessian, MeanAbs
-from qtool.calibration.walk import DecoderBlock, walk_blocks
+from qtool.calibration.walk import DecoderBlock
 from qtool.calibration.weights import to_stored
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor
@@ -75,8 +75,7 @@ class _Workspace:
 
 def awq_blocks(job: Job) -> Iterator[QuantizedBlock]:
     """All blocks of a job, smoothed, clipped and rounded."""
-    assert job.ids is not None
-    for block in walk_blocks(job.reader, job.family, job.ids, job.device):
+    for block in job.blocks():
         yield quantize_block(block, job)
 
 

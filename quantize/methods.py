@@ -22,7 +22,7 @@ class Method:
 
 def rtn_blocks(job: Job) -> Iterator[QuantizedBlock]:
     """All blocks of a job, rounded as they are, with no forward pass."""
-    for prefix in job.family.block_prefixes(job.reader.config):
+    for prefix in job.prefixes():
         weights, records = {}, []
         for name in (f"{prefix}.{linear}" for linear in job.schemes_of(prefix)):
             weight = read_weight(job.reader, f"{name}.weight", job.device)
