@@ -1,4 +1,4 @@
-"""Write one safetensors file tensor by tensor: a header with every place first, then the data.
+"""One safetensors file, tensor by tensor: a header with every place first, then the data.
 
 The library's own writer wants all tensors in memory; here one is. What is written is the same to
 the byte.
@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from qtool.errors import CheckpointError
 from qtool.formats.reader import DTYPES
 
 # Headers end on a multiple of this, so that the data is aligned.
@@ -54,6 +56,21 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def tensor_digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's bytes, in hexadecimal."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """One tensor of a file, in memory of its own.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            # A clone: the library's tensor is the mapped file.
+            tensor: Tensor = file.get_tensor(name).clone()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot read {name} ({error})") from None
+    return tensor
 
 
 def write_safetensors(path: Path, sources: Mapping[str, TensorSource]) -> dict[str, str]:

@@ -31,6 +31,9 @@ from qtool.formats.safetensors_file import TensorSource, write_safetensors
 MAX_SHARD_BYTES = 4 * 1024**3
 
 
+# Follows the output's name in that of the folder where it grows.
+PARTIAL = ".partial-"
+
 # Copied unchanged: tokenizer, chat template, generation defaults, custom code, licence.
 SIDE_FILE_PATTERNS = (
     "tokenizer*",
@@ -110,6 +113,7 @@ class CheckpointWriter:
     Attributes:
         folder: where files lie until the model is finished.
         digests: SHA-256 of the tensors in the shards written so far, by name.
+        total_bytes: of all tensors added so far.
 
     Leaving the block without :meth:`finish` (an error, Ctrl-C) removes what was written.
 
@@ -128,11 +132,11 @@ class CheckpointWriter:
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self.digests: dict[str, str] = {}
-        self._total_bytes = 0
+        self.total_bytes = 0
         with _write_errors(self._out):
             self._out.parent.mkdir(parents=True, exist_ok=True)
-            name = f"{self._out.name}.partial-"
-            self.folder = Path(tempfile.mkdtemp(prefix=name, dir=self._out.parent))
+            prefix = f"{self._out.name}{PARTIAL}"
+            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self._out.parent))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Queue a tensor that is in memory, where it stays until its shard is full."""
@@ -147,7 +151,7 @@ class CheckpointWriter:
             self._flush()
         self._pending[name] = source
         self._pending_bytes += source.num_bytes
-        self._total_bytes += source.num_bytes
+        self.total_bytes += source.num_bytes
 
     def add_json(self, relative: str, value: Any) -> None:
         """Write a JSON file at a path relative to the folder."""
@@ -218,7 +222,7 @@ class CheckpointWriter:
             os.rename(self.folder / f"shard-{index:05d}", self.folder / final)
             weight_map.update(dict.fromkeys(names, final))
         index_json = {
-            "metadata": {"total_size": self._total_bytes},
+            "metadata": {"total_size": self.total_bytes},
             "weight_map": dict(sorted(weight_map.items())),
         }
         self.add_json(INDEX_NAME, index_json)

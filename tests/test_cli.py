@@ -271,7 +271,7 @@ class TestOutput:
 
         usage = shutil.disk_usage(tmp_path)._replace(free=50_000)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        monkeypatch.setattr("qtool.quantize.pipeline._write_tensors", no_work)
+        monkeypatch.setattr("qtool.quantize.pipeline._quantize_blocks", no_work)
         before = _content(tmp_path)
         result = _quantize(model, tmp_path / "new" / "q")
         _assert_error(result, "needs about 0.0001", "has 5e-05 GB free", "another disk")
