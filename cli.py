@@ -18,6 +18,7 @@ from qtool.commands.cli_options import (
     output_options,
     parse_group_size,
     parse_size,
+    run_options,
     sampling_options,
     take_loading,
 )
@@ -80,8 +81,11 @@ def main() -> None:
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at the output folder.")
+@run_options
 @output_options
-def quantize(model: str, out: Path, bits: str, as_json: bool, quiet: bool, **values: Any) -> None:
+def quantize(
+    model: str, out: Path, bits: str, dry_run: bool, as_json: bool, quiet: bool, **values: Any
+) -> None:
     """Quantize MODEL into a compressed-tensors checkpoint."""
     from qtool.commands import quantize as command
     from qtool.commands.console import Show
@@ -93,7 +97,8 @@ def quantize(model: str, out: Path, bits: str, as_json: bool, quiet: bool, **val
         raise click.UsageError(
             f"--calibration: method {chosen.method} uses no calibration text; leave the option out"
         )
-    command.run(model, out, chosen, Show(as_json, quiet))
+    run = command.dry_run if dry_run else command.run
+    run(model, out, chosen, Show(as_json, quiet))
 
 
 @main.command("eval")

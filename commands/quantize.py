@@ -7,12 +7,13 @@ from pathlib import Path
 from rich.table import Table
 from torch import Tensor
 
+from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import SampleRequest, read_mix
-from qtool.commands import console
+from qtool.commands import console, quality
 from qtool.commands.self_text import sample_blocks
 from qtool.formats.model_source import resolve_model
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.pipeline import Progress, quantize_model
+from qtool.quantize.pipeline import Evaluated, Progress, quantize_model
 from qtool.quantize.report import Report, summary_rows
 
 
@@ -34,7 +35,12 @@ def run(
                 request, options.device, lambda done, total: steps.update("sample", done, total)
             )
 
-        report = quantize_model(source, out, options, update, parts=parts, sampler=sample)
+        def compare(folder: Path, original: FinalLogits) -> Evaluated:
+            return quality.compare(folder, original, options.torch_device, steps.update)
+
+        report = quantize_model(
+            source, out, options, update, parts=parts, sampler=sample, evaluator=compare
+        )
     before, after = folder_bytes(source), folder_bytes(out)
     if show.as_json:
         size = {"out": str(out), "bytes": after, "source_bytes": before}

@@ -1,4 +1,4 @@
-"""The tensors and the config of the result: what is quantized, what is rewritten, what is copied."""
+"""Tensors and config of the result: what is quantized, what is rewritten, what is copied."""
 
 from __future__ import annotations
 

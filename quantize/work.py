@@ -182,8 +182,8 @@ class WorkFolder:
         foreign = sorted(p.name for p in self.folder.iterdir() if not _OURS.fullmatch(p.name))
         if foreign:
             raise CheckpointError(
-                f"{self.folder} holds {foreign[0]}, which is no file of a qtool run; it is the work "
-                "folder of this output: move it away, or choose another output folder"
+                f"{self.folder} holds {foreign[0]}, which no run of qtool wrote; the name is "
+                "that of this output's work folder: move it away, or choose another output folder"
             )
 
     def _clear(self) -> None:
