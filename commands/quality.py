@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from qtool.calibration.families import find_family
@@ -19,6 +20,7 @@ from qtool.formats.checkpoint import CONFIG_NAME, read_json
 from qtool.formats.dequantized import DequantizedReader
 from qtool.formats.probe import make_probe
 from qtool.quantize.pipeline import Evaluated
+from qtool.quantize.report import Evaluation
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.evaluate import Predictions, evaluate, window_logits
 from qtool.runtime.loaded_model import load_model
@@ -27,7 +29,7 @@ from qtool.runtime.options import ModelOptions
 
 # A probe has so many prompts, of so many tokens: a blink even for a large model on a CPU.
 PROBE_PROMPTS = 3
-PROBE_TOKENS = 24
+PROBE_TOKENS = 16
 
 Report = Callable[[str, int, int], None]
 
@@ -68,3 +70,29 @@ def _predictions(
     loading = ModelOptions(device=device.type, dtype="fp32", self_check=False)
     decoder = load_model(folder, loading, ids.shape[1]).decoder
     return decoder, f"qtool {decoder.backend.name}, float32"
+
+
+def quality_table(evaluation: Evaluation) -> Table:
+    """Original and result side by side."""
+    quality = evaluation.quality
+    table = Table(
+        title=f"{evaluation.windows} x {evaluation.seq_len} tokens of {evaluation.text}, "
+        f"{evaluation.engine}"
+    )
+    for column in ("", "perplexity", "NLL", "KL from original", "top-1 agreement"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row(
+        "original",
+        f"{quality['reference_perplexity']:.3f}",
+        f"{quality['reference_nll']:.4f}",
+        "-",
+        "-",
+    )
+    table.add_row(
+        "quantized",
+        f"{quality['perplexity']:.3f}",
+        f"{quality['nll']:.4f}",
+        f"{quality['kl']:.4f}",
+        f"{quality['top1_agreement']:.1%}",
+    )
+    return table

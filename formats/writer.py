@@ -158,6 +158,11 @@ class CheckpointWriter:
         with _write_errors(self._out):
             dump_json(self.folder / relative, value)
 
+    def add_text(self, relative: str, text: str) -> None:
+        """Write a text file at a path relative to the folder."""
+        with _write_errors(self._out):
+            (self.folder / relative).write_text(text, encoding="utf-8")
+
     def copy_side_files(self, source: Path) -> None:
         """Copy tokenizer, chat template and generation config byte for byte."""
         files = [path for pattern in SIDE_FILE_PATTERNS for path in sorted(source.glob(pattern))]

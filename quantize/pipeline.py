@@ -27,6 +27,7 @@ from qtool.formats.checkpoint import (
     check_target,
 )
 from qtool.quantize.assemble import block_tensors, num_parameters, outer_sources, result_config
+from qtool.quantize.card import command_line, public_name
 from qtool.quantize.fingerprint import run_fingerprint
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.methods import METHODS
@@ -121,15 +122,20 @@ def quantize_model(
                     verify_tensors(writer.folder, digests)
                 with clock.phase("evaluate"):
                     found = _evaluate(job, texts, work, writer.folder, evaluator)
-                report = _report(options, job, texts, work, found, origin or Origin())
-                report = replace(
-                    report, total_bytes=writer.total_bytes, verified_tensors=len(digests)
+                report = _report(
+                    options, job, texts, work, writer, found, origin or _origin(source, options)
                 )
-                publish(writer, report, None if found is None else found.probe, clock.phases)
+                missing = publish(writer, report, found and found.probe, clock.phases)
+                if missing is not None:
+                    progress(Progress("publish", 1, 1, missing))
                 writer.copy_side_files(source)
                 writer.finish()
             work.discard()
     return report
+
+
+def _origin(source: Path, options: QuantizeOptions) -> Origin:
+    return Origin(public_name(str(source)), command_line(str(source), options))
 
 
 def _ids(held_out: HeldOut | None) -> torch.Tensor | None:
@@ -251,6 +257,7 @@ def _report(
     job: Job,
     texts: Texts,
     work: WorkFolder,
+    writer: CheckpointWriter,
     found: Evaluated | None,
     origin: Origin,
 ) -> Report:
@@ -277,6 +284,8 @@ def _report(
         base_model=origin.base_model,
         command=origin.command,
         num_parameters=num_parameters(job),
+        total_bytes=writer.total_bytes,
+        verified_tensors=len(writer.digests),
         activation_peaks=peaks,
         evaluation=evaluation,
     )

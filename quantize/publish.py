@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtool.formats.checkpoint import CheckpointWriter
+from qtool.formats.probe import PROBE_PATH
+from qtool.quantize.card import CARD_PATH, model_card
 from qtool.quantize.phases import Phase
+from qtool.quantize.plots import write_plots
 from qtool.quantize.report import REPORT_PATH, Report
 
 # Times and memory differ from run to run, so they lie apart from what does not.
 RUN_PATH = "qtool/run.json"
-PROBE_PATH = "qtool/probe.json"
 
 
 def publish(
@@ -19,9 +21,15 @@ def publish(
     report: Report,
     probe: Mapping[str, Any] | None,
     phases: Sequence[Phase],
-) -> None:
-    """Write everything that is said about a result into its folder."""
+) -> str | None:
+    """Write everything that is said about a result into its folder; returns what is missing."""
     writer.add_json(REPORT_PATH, report.to_dict())
     writer.add_json(RUN_PATH, {"phases": [phase.to_dict() for phase in phases]})
     if probe is not None:
         writer.add_json(PROBE_PATH, probe)
+    writer.add_text(CARD_PATH, model_card(report))
+    try:
+        write_plots(report, writer.folder / "qtool")
+    except ImportError:
+        return "no plots: matplotlib is not installed (pip install 'qtool[plots]')"
+    return None
