@@ -87,6 +87,7 @@ def quantize(
     model: str, out: Path, bits: str, dry_run: bool, as_json: bool, quiet: bool, **values: Any
 ) -> None:
     """Quantize MODEL into a compressed-tensors checkpoint."""
+    from qtool.commands import dry_run as forecast
     from qtool.commands import quantize as command
     from qtool.commands.console import Show
     from qtool.quantize.options import QuantizeOptions
@@ -97,7 +98,7 @@ def quantize(
         raise click.UsageError(
             f"--calibration: method {chosen.method} uses no calibration text; leave the option out"
         )
-    run = command.dry_run if dry_run else command.run
+    run = forecast.run if dry_run else command.run
     run(model, out, chosen, Show(as_json, quiet))
 
 

@@ -96,15 +96,17 @@ def _show(report: Report, source: Path, out: Path, show: console.Show) -> None:
     console.out.print(summary_table(report))
     if report.evaluation is not None:
         console.out.print(quality.quality_table(report.evaluation))
-    for line in (
-        "; ".join(
-            f"{p['name']} {p['seconds']:.0f} s, {console.size(p['peak_bytes'])}" for p in phases
-        ),
-        f"{report.verified_tensors} tensors read back as they were written",
+    console.out.print(
         f"{out}: {console.size(after)}, {report.bits_per_weight:.2f} bits per quantized weight "
-        f"(original {console.size(before)}, {before / after:.2f}x smaller)",
-    ):
-        console.out.print(line, highlight=False, markup=False)
+        f"(original {console.size(before)}, {before / after:.2f}x smaller), "
+        f"{report.verified_tensors} tensors read back as they were written",
+        highlight=False,
+        markup=False,
+    )
+    if not show.quiet:
+        for phase in phases:
+            spent = f"{phase['seconds']:.1f} s, {console.size(phase['peak_bytes'])}"
+            console.err.print(f"{phase['name']}: {spent}", highlight=False)
 
 
 def summary_table(report: Report) -> Table:

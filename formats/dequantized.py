@@ -18,21 +18,22 @@ class DequantizedReader(CheckpointReader):
         self._schemes = compressed_tensors.parse_config(self.config["quantization_config"])
 
     def __contains__(self, name: str) -> bool:
-        return name in self.entries or bool(self._parts(name))
+        return name in self.entries or self._is_quantized(name)
 
     def get(self, name: str) -> Tensor:
         """The tensor, dequantized if it is the weight of a quantized linear."""
-        module, _, local = name.rpartition(".")
-        scheme = self._schemes.scheme_for(module) if local == "weight" else None
-        if scheme is None:
+        if not self._is_quantized(name):
             return super().get(name)
+        module = name.removesuffix(".weight")
+        scheme = self._schemes.scheme_for(module)
+        assert scheme is not None
         tensors = {
-            part: super(DequantizedReader, self).get(full) for part, full in self._parts(name)
+            part: super(DequantizedReader, self).get(f"{module}.{part}")
+            for part in compressed_tensors.TENSOR_NAMES
+            if f"{module}.{part}" in self.entries
         }
         return compressed_tensors.unpack(tensors, scheme).dequantize()
 
-    def _parts(self, name: str) -> list[tuple[str, str]]:
-        """Local and full names of the tensors that a weight is stored as."""
-        module, _, local = name.rpartition(".")
-        names = [(part, f"{module}.{part}") for part in compressed_tensors.TENSOR_NAMES]
-        return [(part, full) for part, full in names if local == "weight" and full in self.entries]
+    def _is_quantized(self, name: str) -> bool:
+        # A scheme of the class Linear means norms as well, by name; only linears have scales.
+        return name.endswith(".weight") and f"{name}_scale" in self.entries

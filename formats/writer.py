@@ -73,7 +73,7 @@ def check_target(out: Path, source: Path | None, overwrite: bool) -> None:
             f"{out} is a folder without {CONFIG_NAME}: it is no model, so --overwrite will not "
             "delete it; choose another folder"
         )
-    parent = _existing_parent(out)
+    parent = existing_parent(out)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"{out} cannot be created: {parent} is not a writable folder; choose another one"
@@ -88,7 +88,7 @@ def check_free_space(out: Path, num_bytes: int) -> None:
     Raises:
         CheckpointError: naming what is needed and what is free.
     """
-    parent = _existing_parent(out)
+    parent = existing_parent(out)
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise CheckpointError(
@@ -97,7 +97,8 @@ def check_free_space(out: Path, num_bytes: int) -> None:
         )
 
 
-def _existing_parent(out: Path) -> Path:
+def existing_parent(out: Path) -> Path:
+    """The nearest folder above ``out`` that is there."""
     return next(path for path in out.resolve().parents if path.exists())
 
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from qtool import __version__
 from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import Part, Sampler
-from qtool.calibration.walk import Walk, WalkState
 from qtool.errors import CalibrationError, QuantizationError
 from qtool.formats.checkpoint import (
     CheckpointReader,
@@ -26,15 +23,14 @@ from qtool.formats.checkpoint import (
     check_free_space,
     check_target,
 )
-from qtool.quantize.assemble import block_tensors, num_parameters, outer_sources, result_config
+from qtool.quantize.assemble import num_parameters, outer_sources, result_config
+from qtool.quantize.blocks import quantize_blocks
 from qtool.quantize.card import command_line, public_name
 from qtool.quantize.fingerprint import run_fingerprint
-from qtool.quantize.job import Job, QuantizedBlock
-from qtool.quantize.methods import METHODS
+from qtool.quantize.job import Job
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.phases import PhaseClock
 from qtool.quantize.prepare import (
-    HeldOut,
     Listener,
     Progress,
     Texts,
@@ -46,7 +42,7 @@ from qtool.quantize.prepare import (
 from qtool.quantize.publish import publish
 from qtool.quantize.report import Evaluation, ModuleRecord, Report
 from qtool.quantize.verify import verify_tensors
-from qtool.quantize.work import WorkFolder
+from qtool.quantize.work import WorkFolder, bytes_done
 
 __all__ = ["Evaluated", "Evaluator", "Origin", "Progress", "quantize_model"]
 
@@ -109,12 +105,12 @@ def quantize_model(
         with clock.phase("calibration"):
             evaluate = evaluator is not None
             texts = gather_texts(job, options, parts, sampler, progress, evaluate=evaluate)
-        check_free_space(out, result_bytes(job) + work_bytes(job, texts))
-        job = replace(job, ids=texts.ids)
-        fingerprint = run_fingerprint(reader, options, texts.ids, _ids(texts.held_out))
+            check_free_space(out, result_bytes(job) + work_bytes(job, texts) - bytes_done(out))
+            job = replace(job, ids=texts.ids)
+            fingerprint = run_fingerprint(reader, options, texts.ids, texts.held_out_ids)
         with WorkFolder(out, fingerprint, restart=options.restart) as work:
             with clock.phase("quantize"), _hopeless_runs_removed(work):
-                _quantize_blocks(job, texts, options, work, progress)
+                quantize_blocks(job, texts, options, work, progress)
             with CheckpointWriter(out, overwrite=options.overwrite) as writer:
                 with clock.phase("write"):
                     digests = _write_tensors(job, work, writer, progress)
@@ -138,10 +134,6 @@ def _origin(source: Path, options: QuantizeOptions) -> Origin:
     return Origin(public_name(str(source)), command_line(str(source), options))
 
 
-def _ids(held_out: HeldOut | None) -> torch.Tensor | None:
-    return None if held_out is None else held_out.ids
-
-
 @contextmanager
 def _hopeless_runs_removed(work: WorkFolder) -> Iterator[None]:
     """What is wrong with the model or the text stays wrong: the same command cannot go on."""
@@ -150,76 +142,6 @@ def _hopeless_runs_removed(work: WorkFolder) -> Iterator[None]:
     except (QuantizationError, CalibrationError):
         work.discard()
         raise
-
-
-def _quantize_blocks(
-    job: Job, texts: Texts, options: QuantizeOptions, work: WorkFolder, progress: Listener
-) -> None:
-    """Quantize the blocks that are not committed yet, and commit each."""
-    prefixes = job.family.block_prefixes(job.reader.config)
-    first, total = len(work.blocks), len(prefixes)
-    for note in work.notes:
-        progress(Progress("resume", first, total, note))
-    if first:
-        progress(Progress("quantize", first, total, "done before"))
-    if first == total:
-        return
-    for source in outer_sources(job).values():
-        source.read()  # a value that cannot be stored is found now, not after the last block
-    with torch.no_grad():
-        walk = _open_walk(job, texts, work.state)
-        stream = METHODS[options.method].run(replace(job, walk=walk, first_block=first))
-        for index in range(first, total):
-            block = next(stream)
-            if options.strict:
-                _refuse_fallbacks(block.records)
-            _commit(job, prefixes[index], block, walk, work)
-            progress(Progress("quantize", index + 1, total, _describe(prefixes[index], block)))
-
-
-def _open_walk(job: Job, texts: Texts, state: WalkState | None) -> Walk | None:
-    """The walk of calibration samples and held-out windows, if there are any."""
-    ids, held_out = texts.ids, _ids(texts.held_out)
-    if ids is None and held_out is None:
-        return None
-    return Walk(job.reader, job.family, job.device, ids=ids, held_out=held_out, state=state)
-
-
-def _commit(
-    job: Job, prefix: str, block: QuantizedBlock, walk: Walk | None, work: WorkFolder
-) -> None:
-    """Leave the block, and save it with what flows on."""
-    state, peaks = None, {}
-    if walk is not None:
-        walk.advance()
-        state, peaks = walk.state, walk.peaks
-        if state.index == len(job.family.block_prefixes(job.reader.config)):
-            state = WalkState(state.index, None, state.held_out)  # calibration ends here
-    facts = {"records": [asdict(record) for record in block.records], "peaks": peaks}
-    work.commit(block_tensors(job, prefix, block), facts, state)
-
-
-def _refuse_fallbacks(records: Sequence[ModuleRecord]) -> None:
-    """Under ``strict`` a module that got something else ends the run.
-
-    Raises:
-        QuantizationError: naming the modules.
-    """
-    if fallen := [record for record in records if record.fell_back]:
-        lines = "\n".join(f"  {r.name}: {r.used} ({r.fallback})" for r in fallen)
-        raise QuantizationError(
-            f"--strict: {len(fallen)} modules did not get {fallen[0].asked}:\n{lines}\nLeave "
-            "--strict out to accept this, or --ignore them, or choose another method"
-        )
-
-
-def _describe(prefix: str, block: QuantizedBlock) -> str:
-    """What a block was like, in a few words."""
-    losses = [r.weight_error if r.output_error is None else r.output_error for r in block.records]
-    mean = sum(losses) / len(losses) if losses else 0.0
-    fallen = sum(record.fell_back for record in block.records)
-    extra = f", {fallen} fell back" if fallen else ""
-    return f"{prefix}: {len(losses)} modules, error {mean:.4f}{extra}"
 
 
 def _write_tensors(

@@ -52,6 +52,11 @@ class Texts:
     manifest: dict[str, Any] | None
     held_out: HeldOut | None
 
+    @property
+    def held_out_ids(self) -> Tensor | None:
+        """Windows of the held-out text, int64 [windows, seq_len]."""
+        return None if self.held_out is None else self.held_out.ids
+
 
 def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
     """What the headers decide: family, schemes, dtype.

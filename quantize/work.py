@@ -81,6 +81,11 @@ def work_path(out: Path) -> Path:
     return real.with_name(f"{real.name}.work")
 
 
+def bytes_done(out: Path) -> int:
+    """Bytes that an unfinished run has on the disk already."""
+    return sum(path.stat().st_size for path in work_path(out).glob("*"))
+
+
 class WorkFolder:
     """The blocks that are done, and where the walk goes on; use as a context manager.
 

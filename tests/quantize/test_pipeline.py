@@ -200,7 +200,7 @@ def test_what_cannot_work_is_refused_before_work_and_leaves_nothing(
     def no_work(*_: object) -> None:
         raise AssertionError("work began")
 
-    monkeypatch.setattr("qtool.quantize.pipeline._quantize_blocks", no_work)
+    monkeypatch.setattr("qtool.quantize.pipeline.quantize_blocks", no_work)
     with pytest.raises(error, match=message):
         quantize_model(tiny_model_folder, tmp_path / "q", _options(**settings))
     assert list(tmp_path.iterdir()) == []
