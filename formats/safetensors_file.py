@@ -50,7 +50,8 @@ class TensorSource:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor as a file holds them; no copy of a contiguous one in host memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    data: memoryview = flat.view(torch.uint8).numpy().data
+    return data
 
 
 def tensor_digest(tensor: Tensor) -> str:

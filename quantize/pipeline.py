@@ -121,7 +121,8 @@ def quantize_model(
                 report = _report(
                     options, job, texts, work, writer, found, origin or _origin(source, options)
                 )
-                missing = publish(writer, report, found and found.probe, clock.phases)
+                probe = None if found is None else found.probe
+                missing = publish(writer, report, probe, clock.phases)
                 if missing is not None:
                     progress(Progress("publish", 1, 1, missing))
                 writer.copy_side_files(source)
