@@ -18,6 +18,7 @@ from qtool.commands.cli_options import (
     loading_options,
     output_options,
     parse_size,
+    run_options,
     sampling_options,
     scheme_options,
     take_loading,
@@ -76,9 +77,13 @@ def main() -> None:
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at the output folder.")
+@run_options
 @output_options
-def quantize(model: str, out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
+def quantize(
+    model: str, out: Path, dry_run: bool, as_json: bool, quiet: bool, **values: Any
+) -> None:
     """Quantize MODEL into a compressed-tensors checkpoint."""
+    from qtool.commands import dry_run as forecast
     from qtool.commands import quantize as command
     from qtool.commands.console import Show
     from qtool.quantize.options import QuantizeOptions
@@ -89,7 +94,8 @@ def quantize(model: str, out: Path, as_json: bool, quiet: bool, **values: Any) -
         raise click.UsageError(
             f"--calibration: method {chosen.method} uses no calibration text; leave the option out"
         )
-    command.run(model, out, chosen, Show(as_json, quiet))
+    run = forecast.run if dry_run else command.run
+    run(model, out, chosen, Show(as_json, quiet))
 
 
 @main.command("eval")

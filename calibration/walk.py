@@ -6,15 +6,20 @@ block's other arguments (positions, masks). Then, for each block: its weights ar
 caller observes it and replaces its weights, and it runs once more, so that the next block's
 input carries the error made so far. One block's weights are in memory at a time.
 
+A second stream may go along: held-out windows, which see every block with its original weights,
+before the caller changes them. What they are after the last block gives the original's logits
+(:mod:`qtool.calibration.logits`), and no model is loaded twice.
+
 Everything computes in float32. Hidden states of all samples stay in host memory in float32:
 ``samples * seq_len * hidden_size * 4`` bytes (151 MB for SmolLM2 at 128 x 512, 1.07 GB for a
-hidden size of 4096), once: a block's outputs replace its inputs.
+hidden size of 4096), once: a block's outputs replace its inputs. Between two blocks they are all
+that a walk needs to go on later (:class:`WalkState`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from qtool.calibration.experts import use_hub_names
 from qtool.calibration.families import FAMILIES, ModelFamily
-from qtool.calibration.observers import Observer
+from qtool.calibration.observers import AbsMax, Observer
 from qtool.calibration.weights import read_weight
 from qtool.errors import CalibrationError, ModelError
 from qtool.formats.checkpoint import CheckpointReader
@@ -33,6 +38,10 @@ from qtool.formats.checkpoint import CheckpointReader
 # Tokens in one forward pass: enough for full speed on 2 cores, while the widest activation
 # (8192 tokens x 14336 x 4 bytes in an 8B model) stays under half a gigabyte.
 BATCH_TOKENS = 8192
+
+
+class _SeenAll(Exception):
+    """Ends a forward pass whose rest nobody looks at."""
 
 
 @dataclass(slots=True)
@@ -67,13 +76,29 @@ class DecoderBlock:
             yield output[0] if isinstance(output, tuple) else output
 
     def observe(self, observers: Mapping[str, Sequence[Observer]]) -> None:
-        """Run the block on all samples; each named linear feeds its input to its observers."""
+        """Run the block on all samples; each named linear feeds its input to its observers.
+
+        A pass ends when all of them have seen their input: what comes later is not computed.
+        """
+        waiting: set[str] = set()
+
+        def tick(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(_: nn.Module, __: tuple[Any, ...]) -> None:
+                waiting.discard(name)
+                if not waiting:
+                    raise _SeenAll
+
+            return hook
+
         with ExitStack() as hooks:
-            for name, attached in observers.items():
-                hook = self.module.get_submodule(name).register_forward_pre_hook(_feed(attached))
+            _attach(self.module, observers, hooks)
+            for name in observers:
+                hook = self.module.get_submodule(name).register_forward_pre_hook(tick(name))
                 hooks.callback(hook.remove)
-            for _ in self.run():
-                pass
+            for batch in self.inputs.split(_batch_size(self.inputs)):
+                waiting.update(observers)
+                with suppress(_SeenAll):
+                    self.module(batch.to(self.device), **self.arguments)
 
     def capture(self, name: str, samples: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
         """Input of a submodule on some of the samples, and its other arguments.
@@ -97,35 +122,150 @@ class DecoderBlock:
         return caught[0]
 
 
-def walk_blocks(
-    reader: CheckpointReader, family: ModelFamily, ids: Tensor, device: torch.device
-) -> Iterator[DecoderBlock]:
-    """Hand out the decoder blocks one after another.
+@dataclass(frozen=True, slots=True, eq=False)
+class WalkState:
+    """Where a walk stands between two blocks.
 
-    When the caller asks for the next one, the current block runs with whatever weights it then
-    has to make the next one's input, and its weights are released.
+    Attributes:
+        index: the block that is next.
+        hidden: its inputs on calibration samples, float32 [num_samples, seq_len, hidden_size], or
+            ``None`` for a walk without.
+        held_out: its inputs on held-out windows through the original weights, likewise.
+    """
+
+    index: int
+    hidden: Tensor | None = None
+    held_out: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Token windows on their way: the next block's inputs, and every block's other arguments."""
+
+    hidden: Tensor
+    arguments: Sequence[Mapping[str, Any]]
+
+
+class Walk:
+    """A model block by block; it can stop between two blocks and go on from its state.
 
     Args:
         reader: the source checkpoint.
         family: row of the model's family.
-        ids: token ids int64 [num_samples, seq_len], all real tokens.
         device: where blocks compute.
+        ids: calibration samples int64 [num_samples, seq_len], all real tokens, or ``None``.
+        held_out: windows int64 [num_windows, seq_len] for the original weights, or ``None``.
+        state: where to go on, with the same samples and windows; at the first block if ``None``.
 
     Raises:
         ModelError: the tokens or the config do not fit the model.
         CalibrationError: a hidden state is not finite.
     """
-    model = build_on_meta(reader.folder)
-    hidden, arguments = _capture_first_inputs(model, reader, family, ids, device)
-    prefixes = family.block_prefixes(reader.config)
-    for index, prefix in enumerate(prefixes):
-        module = model.get_submodule(prefix)
-        load_weights(module, prefix, reader, device)
-        block = DecoderBlock(index, prefix, module, hidden, arguments[index], device)
-        yield block
-        if index + 1 < len(prefixes):
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        family: ModelFamily,
+        device: torch.device,
+        *,
+        ids: Tensor | None = None,
+        held_out: Tensor | None = None,
+        state: WalkState | None = None,
+    ) -> None:
+        self._reader, self._device = reader, device
+        self._model = build_on_meta(reader.folder)
+        self._prefixes = family.block_prefixes(reader.config)
+        state = state or WalkState(0)
+        self._index = state.index
+        self._block: DecoderBlock | None = None
+        self._peaks: dict[str, float] = {}
+
+        def open_stream(ids: Tensor | None, hidden: Tensor | None) -> _Stream | None:
+            if ids is None:
+                return None
+            # The arguments are the same for all samples, so one is enough where hidden is known.
+            ids = ids if hidden is None else ids[:1]
+            first, arguments = _capture_first_inputs(self._model, reader, family, ids, device)
+            return _Stream(first if hidden is None else hidden, arguments)
+
+        self._samples = open_stream(ids, state.hidden)
+        self._held_out = open_stream(held_out, state.held_out)
+
+    @property
+    def state(self) -> WalkState:
+        """Where the walk stands. Its tensors change when the walk goes on."""
+        samples, held_out = self._samples, self._held_out
+        return WalkState(
+            self._index,
+            None if samples is None else samples.hidden,
+            None if held_out is None else held_out.hidden,
+        )
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Largest \\|input\\| of every linear of the latest block on the held-out windows."""
+        return self._peaks
+
+    def blocks(self) -> Iterator[DecoderBlock]:
+        """Hand out the remaining blocks; each is left by :meth:`advance`, by whomever called."""
+        while self._index < len(self._prefixes):
+            index = self._index
+            yield self._enter()
+            if self._index == index:
+                self.advance()
+
+    def advance(self) -> None:
+        """Leave the current block: with its present weights it makes the next one's input."""
+        block = self._enter()
+        if self._samples is not None and self._index + 1 < len(self._prefixes):
             _propagate(block)
-        release_weights(module)
+        release_weights(block.module)
+        self._reader.close()  # a memory map counts as memory as far as it was read
+        self._block = None
+        self._index += 1
+
+    def _enter(self) -> DecoderBlock:
+        """The current block, with its weights; held-out windows have passed it then."""
+        if self._block is None:
+            prefix = self._prefixes[self._index]
+            module = self._model.get_submodule(prefix)
+            load_weights(module, prefix, self._reader, self._device)
+            self._pass_held_out(module, prefix)
+            stream = self._samples or _Stream(torch.empty(0, 1, 1), [{}] * len(self._prefixes))
+            self._block = self._decoder_block(module, stream)
+        return self._block
+
+    def _pass_held_out(self, module: nn.Module, prefix: str) -> None:
+        if self._held_out is None:
+            return
+        linears = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+        observers = {name: AbsMax(f"{prefix}.{name}") for name in linears}
+        with ExitStack() as hooks:
+            _attach(module, {name: (observer,) for name, observer in observers.items()}, hooks)
+            _propagate(self._decoder_block(module, self._held_out))
+        self._peaks = {
+            f"{prefix}.{name}": float(observer.result().max())
+            for name, observer in observers.items()
+            if observer.tokens  # an expert may have seen none
+        }
+
+    def _decoder_block(self, module: nn.Module, stream: _Stream) -> DecoderBlock:
+        index = self._index
+        return DecoderBlock(
+            index,
+            self._prefixes[index],
+            module,
+            stream.hidden,
+            stream.arguments[index],
+            self._device,
+        )
+
+
+def walk_blocks(
+    reader: CheckpointReader, family: ModelFamily, ids: Tensor, device: torch.device
+) -> Iterator[DecoderBlock]:
+    """All blocks of a model, with calibration samples alone; see :class:`Walk`."""
+    return Walk(reader, family, device, ids=ids).blocks()
 
 
 def _propagate(block: DecoderBlock) -> None:
@@ -138,6 +278,15 @@ def _propagate(block: DecoderBlock) -> None:
                 "on this text, or its weights are damaged"
             )
         target.copy_(output)
+
+
+def _attach(
+    module: nn.Module, observers: Mapping[str, Sequence[Observer]], hooks: ExitStack
+) -> None:
+    """Each named linear feeds its input to its observers until ``hooks`` close."""
+    for name, attached in observers.items():
+        hook = module.get_submodule(name).register_forward_pre_hook(_feed(attached))
+        hooks.callback(hook.remove)
 
 
 def _batch_size(hidden: Tensor) -> int:

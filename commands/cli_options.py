@@ -144,12 +144,17 @@ def loading_options(dtype: str = "auto") -> Decorator:
             help="Keys and values; auto is the compute dtype.",
         ),
         click.option("--strict", is_flag=True, help="Anything that is not as asked is an error."),
+        click.option(
+            "--self-check/--no-self-check",
+            default=True,
+            help="Ask a checkpoint's own probe after loading; default: yes.",
+        ),
     )
 
 
 def take_loading(values: dict[str, Any]) -> dict[str, Any]:
     """Move the values of :func:`loading_options` out of a command's; fields of ModelOptions."""
-    names = ("device", "dtype", "backend", "cpu_compute", "kv_cache_dtype", "strict")
+    names = ("device", "dtype", "backend", "cpu_compute", "kv_cache_dtype", "strict", "self_check")
     return {name: values.pop(name) for name in names}
 
 
@@ -221,6 +226,32 @@ sampling_options = options(
     click.option("--seed", type=int, help="Makes sampling reproducible."),
     click.option("--stop", multiple=True, help="Text that ends the output; may be repeated."),
     click.option("--ignore-eos", is_flag=True, help="Go on after end-of-sequence tokens."),
+)
+
+
+# How a quantization runs, whatever its method.
+run_options = options(
+    click.option(
+        "--eval-windows",
+        type=int,
+        default=4,
+        show_default=True,
+        help="Windows of held-out text to compare the result with the original on; 0 for none.",
+    ),
+    click.option(
+        "--eval-text", metavar="SOURCE", default="builtin", show_default=True, help="Held-out text."
+    ),
+    click.option(
+        "--strict", is_flag=True, help="A module that does not get what is asked is an error."
+    ),
+    click.option(
+        "--restart", is_flag=True, help="Discard what an unfinished run has left in OUT.work."
+    ),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Write nothing; say what each module gets, and the memory, disk and time it takes.",
+    ),
 )
 
 

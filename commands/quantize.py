@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.table import Table
 from torch import Tensor
 
+from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import SampleRequest, read_mix
-from qtool.commands import console
+from qtool.commands import console, quality
 from qtool.commands.self_text import sample_blocks
+from qtool.formats.checkpoint import read_json
 from qtool.formats.model_source import resolve_model
+from qtool.quantize.card import command_line, public_name
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.pipeline import Progress, quantize_model
-from qtool.quantize.report import Report, summary_rows
+from qtool.quantize.pipeline import Evaluated, Origin, Progress, quantize_model
+from qtool.quantize.publish import RUN_PATH
+from qtool.quantize.report import FLOAT16_SAFE, Report, summary_rows
+from qtool.quantize.work import work_path
+
+# Phases that are news rather than progress.
+_NEWS = ("resume", "publish")
 
 
 def run(
@@ -24,30 +34,79 @@ def run(
     parts = read_mix(options.calibration) if options.needs_calibration else None
     with show.status(f"resolving {model}"):
         source = resolve_model(model)
-    with show.steps() as steps:
+    with _stop_explained(out, show), show.steps() as steps:
 
         def update(progress: Progress) -> None:
-            steps.update(progress.phase, progress.done, progress.total, progress.detail)
+            if progress.phase in _NEWS:
+                show.note(progress.detail)
+            else:
+                steps.update(progress.phase, progress.done, progress.total, progress.detail)
 
         def sample(request: SampleRequest) -> Tensor:
             return sample_blocks(
                 request, options.device, lambda done, total: steps.update("sample", done, total)
             )
 
-        report = quantize_model(source, out, options, update, parts=parts, sampler=sample)
-    before, after = folder_bytes(source), folder_bytes(out)
-    if show.as_json:
-        size = {"out": str(out), "bytes": after, "source_bytes": before}
-        console.emit("result", size | report.to_dict())
-    else:
-        console.out.print(summary_table(report))
-        console.out.print(
-            f"{out}: {console.size(after)}, {report.bits_per_weight:.2f} bits per quantized weight "
-            f"(original {console.size(before)}, {before / after:.2f}x smaller)",
-            highlight=False,
-            markup=False,
+        def compare(folder: Path, original: FinalLogits) -> Evaluated:
+            return quality.compare(folder, original, options.torch_device, steps.update)
+
+        report = quantize_model(
+            source,
+            out,
+            options,
+            update,
+            parts=parts,
+            sampler=sample,
+            evaluator=compare,
+            origin=Origin(public_name(model), command_line(model, options)),
         )
+    _show(report, source, out, show)
     return report
+
+
+@contextmanager
+def _stop_explained(out: Path, show: console.Show) -> Iterator[None]:
+    """Whoever stops a run is told what it left, and how it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        blocks = len(list(work_path(out).glob("block-*.json")))
+        if blocks:
+            show.note(
+                f"{blocks} finished blocks are in {work_path(out)}: the same command goes on from "
+                "there, --restart begins again"
+            )
+        raise
+
+
+def _show(report: Report, source: Path, out: Path, show: console.Show) -> None:
+    before, after = folder_bytes(source), folder_bytes(out)
+    for name in sorted(report.float16_risks):
+        show.note(
+            f"{name}: activations reach {report.activation_peaks[name]:.0f}; beyond "
+            f"{FLOAT16_SAFE:.0f} float16 may overflow: serve this model in bfloat16"
+        )
+    for record in report.fallbacks:
+        show.note(f"{record.name}: {record.used} instead of {record.asked} ({record.fallback})")
+    phases = read_json(out / RUN_PATH)["phases"]
+    if show.as_json:
+        size = {"out": str(out), "bytes": after, "source_bytes": before, "phases": phases}
+        console.emit("result", size | report.to_dict())
+        return
+    console.out.print(summary_table(report))
+    if report.evaluation is not None:
+        console.out.print(quality.quality_table(report.evaluation))
+    console.out.print(
+        f"{out}: {console.size(after)}, {report.bits_per_weight:.2f} bits per quantized weight "
+        f"(original {console.size(before)}, {before / after:.2f}x smaller), "
+        f"{report.verified_tensors} tensors read back as they were written",
+        highlight=False,
+        markup=False,
+    )
+    if not show.quiet:
+        for phase in phases:
+            spent = f"{phase['seconds']:.1f} s, {console.size(phase['peak_bytes'])}"
+            console.err.print(f"{phase['name']}: {spent}", highlight=False)
 
 
 def summary_table(report: Report) -> Table:

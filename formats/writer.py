@@ -1,8 +1,12 @@
-"""Write a model folder: tensors stream out shard by shard, and appear all at once or not at all.
+"""Write a model folder: tensors stream out one by one, and appear all at once or not at all.
 
 Everything is written into a temporary sibling of the target, synced, and renamed at the end.
 A run killed at any moment leaves at most a folder named ``OUT.partial-…``, which nothing takes
 for a model.
+
+A shard begins with a header that holds every tensor's place, so places come first and data
+after: :meth:`CheckpointWriter.add_source` takes a tensor's shape and a function that reads it,
+and only one tensor is in memory when a shard is written.
 """
 
 from __future__ import annotations
@@ -17,15 +21,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qtool.errors import CheckpointError
 from qtool.formats.reader import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from qtool.formats.safetensors_file import TensorSource, write_safetensors
 
-# 4 GiB shards: what the hub suggests, and small enough to hold one in memory while writing.
+# 4 GiB: what the hub suggests.
 MAX_SHARD_BYTES = 4 * 1024**3
+
+
+# Follows the output's name in that of the folder where it grows.
+PARTIAL = ".partial-"
 
 # Copied unchanged: tokenizer, chat template, generation defaults, custom code, licence.
 SIDE_FILE_PATTERNS = (
@@ -66,7 +73,7 @@ def check_target(out: Path, source: Path | None, overwrite: bool) -> None:
             f"{out} is a folder without {CONFIG_NAME}: it is no model, so --overwrite will not "
             "delete it; choose another folder"
         )
-    parent = _existing_parent(out)
+    parent = existing_parent(out)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"{out} cannot be created: {parent} is not a writable folder; choose another one"
@@ -81,7 +88,7 @@ def check_free_space(out: Path, num_bytes: int) -> None:
     Raises:
         CheckpointError: naming what is needed and what is free.
     """
-    parent = _existing_parent(out)
+    parent = existing_parent(out)
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise CheckpointError(
@@ -90,7 +97,8 @@ def check_free_space(out: Path, num_bytes: int) -> None:
         )
 
 
-def _existing_parent(out: Path) -> Path:
+def existing_parent(out: Path) -> Path:
+    """The nearest folder above ``out`` that is there."""
     return next(path for path in out.resolve().parents if path.exists())
 
 
@@ -102,6 +110,11 @@ def dump_json(path: Path, value: Any) -> None:
 
 class CheckpointWriter:
     """Collects tensors into shards; use as a context manager and call :meth:`finish`.
+
+    Attributes:
+        folder: where files lie until the model is finished.
+        digests: SHA-256 of the tensors in the shards written so far, by name.
+        total_bytes: of all tensors added so far.
 
     Leaving the block without :meth:`finish` (an error, Ctrl-C) removes what was written.
 
@@ -116,30 +129,40 @@ class CheckpointWriter:
         self._out = out.resolve()
         self._overwrite = overwrite
         self._max_shard_bytes = max_shard_bytes
-        self._pending: dict[str, Tensor] = {}
+        self._pending: dict[str, TensorSource] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
-        self._total_bytes = 0
+        self.digests: dict[str, str] = {}
+        self.total_bytes = 0
         with _write_errors(self._out):
             self._out.parent.mkdir(parents=True, exist_ok=True)
-            name = f"{self._out.name}.partial-"
-            self.folder = Path(tempfile.mkdtemp(prefix=name, dir=self._out.parent))
+            prefix = f"{self._out.name}{PARTIAL}"
+            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self._out.parent))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Queue a tensor; a full shard is written out at once."""
-        if name in self._pending or any(name in shard for shard in self._shards):
+        """Queue a tensor that is in memory, where it stays until its shard is full."""
+        source = TensorSource(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+        self.add_source(name, source)
+
+    def add_source(self, name: str, source: TensorSource) -> None:
+        """Queue a tensor that is read when its shard is full."""
+        if name in self._pending or name in self.digests:
             raise CheckpointError(f"tensor {name} is written twice")
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._max_shard_bytes:
+        if self._pending and self._pending_bytes + source.num_bytes > self._max_shard_bytes:
             self._flush()
-        self._pending[name] = tensor.detach().cpu().contiguous()
-        self._pending_bytes += size
-        self._total_bytes += size
+        self._pending[name] = source
+        self._pending_bytes += source.num_bytes
+        self.total_bytes += source.num_bytes
 
     def add_json(self, relative: str, value: Any) -> None:
         """Write a JSON file at a path relative to the folder."""
         with _write_errors(self._out):
             dump_json(self.folder / relative, value)
+
+    def add_text(self, relative: str, text: str) -> None:
+        """Write a text file at a path relative to the folder."""
+        with _write_errors(self._out):
+            (self.folder / relative).write_text(text, encoding="utf-8")
 
     def copy_side_files(self, source: Path) -> None:
         """Copy tokenizer, chat template and generation config byte for byte."""
@@ -149,13 +172,20 @@ class CheckpointWriter:
                 if path.is_file():
                     shutil.copyfile(path, self.folder / path.name)
 
-    def finish(self, config: dict[str, Any]) -> Path:
-        """Write the last shard, index and config, and rename the folder into place."""
+    def finish_tensors(self, config: dict[str, Any]) -> Path:
+        """Write the last shard, index and config: the folder can be read, but is not in place."""
         self._flush()
         clean = {key: value for key, value in config.items() if key not in PATH_KEYS}
         with _write_errors(self._out):
             self._name_shards()
             self.add_json(CONFIG_NAME, clean)
+        return self.folder
+
+    def finish(self, config: dict[str, Any] | None = None) -> Path:
+        """Rename the folder into place; with a config, :meth:`finish_tensors` first."""
+        if config is not None:
+            self.finish_tensors(config)
+        with _write_errors(self._out):
             os.chmod(self.folder, 0o777 & ~_umask())
             _sync(self.folder)
             if self._out.exists():
@@ -182,8 +212,7 @@ class CheckpointWriter:
             return
         path = self.folder / f"shard-{len(self._shards):05d}"
         with _write_errors(self._out):
-            save_file(self._pending, path, metadata={"format": "pt"})
-            path.chmod(0o666 & ~_umask())
+            self.digests |= write_safetensors(path, self._pending)
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
@@ -199,7 +228,7 @@ class CheckpointWriter:
             os.rename(self.folder / f"shard-{index:05d}", self.folder / final)
             weight_map.update(dict.fromkeys(names, final))
         index_json = {
-            "metadata": {"total_size": self._total_bytes},
+            "metadata": {"total_size": self.total_bytes},
             "weight_map": dict(sorted(weight_map.items())),
         }
         self.add_json(INDEX_NAME, index_json)
@@ -218,13 +247,10 @@ class CheckpointWriter:
 
 @contextmanager
 def _write_errors(out: Path) -> Iterator[None]:
-    """What the system says while a model is written, as the user's error.
-
-    safetensors wraps the operating system's errors in its own class.
-    """
+    """What the system says while a model is written, as the user's error."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"{out} cannot be written ({error}) and is as it was before; free space or choose "
             "another folder, and run again"
@@ -232,7 +258,7 @@ def _write_errors(out: Path) -> Iterator[None]:
 
 
 def _umask() -> int:
-    """The process's umask: mkdtemp and safetensors create private files, a model is none."""
+    """The process's umask: mkdtemp creates a private folder, a model is none."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

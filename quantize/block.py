@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qtool.calibration.walk import DecoderBlock, walk_blocks
+from qtool.calibration.walk import DecoderBlock
 from qtool.formats import affine
 from qtool.formats.activations import scale_of
 from qtool.formats.scheme import WeightScheme
@@ -31,7 +31,7 @@ from qtool.quantize.workspace import Inputs, Workspace
 def quantized_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
     """All blocks of a job, with the inputs each gets from its quantized predecessors."""
     assert job.ids is not None
-    for block in walk_blocks(job.reader, job.family, job.ids, job.device):
+    for block in job.blocks():
         yield quantize_block(block, job, recipe)
 
 

@@ -1,14 +1,22 @@
-"""What a method is told, and what it gives back."""
+"""What a method is told, and what it gives back.
+
+A method is a stream: it takes a :class:`Job` and yields a :class:`QuantizedBlock` for each block
+that :meth:`Job.blocks` hands out (or each name of :meth:`Job.prefixes`, if it looks at no data).
+So that a run can stop after any block and go on later with the same bytes, a method keeps
+nothing from one block to the next but the weights it leaves in the block's module; the walk
+carries their error on. Whoever takes the blocks saves them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from qtool.calibration.families import ModelFamily
+from qtool.calibration.walk import DecoderBlock, Walk, walk_blocks
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor
@@ -26,6 +34,8 @@ class Job:
         dtype: dtype scales and other floating tensors are stored in.
         device: where blocks are computed.
         ids: calibration tokens int64 [num_samples, seq_len], or ``None`` for methods without.
+        walk: hands out the blocks; ``None`` walks them all, with ``ids`` alone.
+        first_block: where the method begins: blocks before it are done already.
     """
 
     reader: CheckpointReader
@@ -34,6 +44,19 @@ class Job:
     dtype: torch.dtype
     device: torch.device
     ids: Tensor | None
+    walk: Walk | None = None
+    first_block: int = 0
+
+    def blocks(self) -> Iterator[DecoderBlock]:
+        """The blocks to do, with what flows into them, for a method that looks at data."""
+        if self.walk is not None:
+            return self.walk.blocks()
+        assert self.ids is not None
+        return walk_blocks(self.reader, self.family, self.ids, self.device)
+
+    def prefixes(self) -> list[str]:
+        """Full names of the blocks to do, for a method that looks at weights alone."""
+        return self.family.block_prefixes(self.reader.config)[self.first_block :]
 
     def schemes_of(self, prefix: str) -> dict[str, WeightScheme]:
         """Schemes of one block's quantized linears, by their path in the block, in order."""

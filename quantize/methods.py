@@ -33,7 +33,7 @@ class Method:
 def _rounded_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
     """All blocks of a job, rounded as they are."""
     assert not recipe.needs_calibration
-    for prefix in job.family.block_prefixes(job.reader.config):
+    for prefix in job.prefixes():
         weights, records = {}, []
         for name in (f"{prefix}.{linear}" for linear in job.schemes_of(prefix)):
             weight = read_weight(job.reader, f"{name}.weight", job.device)

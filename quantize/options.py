@@ -47,6 +47,11 @@ class QuantizeOptions:
         dtype: dtype of scales and of tensors that are not quantized; ``auto`` is the source's.
         device: where blocks are computed; ``auto`` is a GPU if there is one.
         overwrite: replace a checkpoint at the output folder.
+        eval_windows: windows of held-out text on which the result is compared with the original;
+            0 leaves the comparison out.
+        eval_text: where they come from; the built-in text has a part nothing is calibrated on.
+        strict: a module that does not get what was asked fails the run.
+        restart: discard what an earlier, unfinished run has done.
 
     Raises:
         UsageError: a value that cannot be used.
@@ -71,6 +76,10 @@ class QuantizeOptions:
     dtype: str = "auto"
     device: str = "auto"
     overwrite: bool = False
+    eval_windows: int = 4
+    eval_text: str = BUILTIN
+    strict: bool = False
+    restart: bool = False
 
     def __post_init__(self) -> None:
         _require_choice("method", self.method, METHODS)
@@ -92,6 +101,8 @@ class QuantizeOptions:
             raise UsageError(f"samples={self.samples}: calibration needs at least one block")
         if self.seq_len < 2:
             raise UsageError(f"seq_len={self.seq_len}: a block has at least two tokens")
+        if self.eval_windows < 0:
+            raise UsageError(f"eval_windows={self.eval_windows}: give a number of windows, or 0")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("device='cuda': PyTorch sees no GPU here; use auto or cpu")
 

@@ -1,59 +1,88 @@
 """The offline flow: a model folder in, a quantized model folder out.
 
-Plan and checks first, then block by block: quantize, pack, write. Nothing appears at the
-output until everything is written.
+Plan and checks first, then block by block: quantize, pack, commit to the work folder; then write
+the model, read it back, and compare it with the original. Nothing appears at the output until all
+of this is done, and a run that is stopped goes on from the last finished block.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qtool import __version__
-from qtool.calibration.data import canonical_order
-from qtool.calibration.families import find_family
-from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
-from qtool.calibration.weights import to_stored
-from qtool.errors import UsageError
+from qtool.calibration.logits import FinalLogits
+from qtool.calibration.mix import Part, Sampler
+from qtool.errors import CalibrationError, QuantizationError
 from qtool.formats.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     check_free_space,
     check_target,
 )
-from qtool.formats.compressed_tensors import pack, quantization_config
-from qtool.formats.tensor import QuantizedTensor
-from qtool.quantize.head import head_config, quantize_head
-from qtool.quantize.job import Job, QuantizedBlock
-from qtool.quantize.methods import METHODS
+from qtool.quantize.assemble import head_tensors, num_parameters, outer_sources, result_config
+from qtool.quantize.blocks import quantize_blocks
+from qtool.quantize.card import command_line, public_name
+from qtool.quantize.fingerprint import run_fingerprint
+from qtool.quantize.job import Job
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.plan import HEAD, check_not_quantized, linear_names, plan_schemes
-from qtool.quantize.report import REPORT_PATH, ModuleRecord, Report
+from qtool.quantize.phases import PhaseClock
+from qtool.quantize.prepare import (
+    Listener,
+    Progress,
+    Texts,
+    gather_texts,
+    plan_job,
+    result_bytes,
+    work_bytes,
+)
+from qtool.quantize.publish import publish
+from qtool.quantize.report import Evaluation, ModuleRecord, Report
+from qtool.quantize.verify import verify_tensors
+from qtool.quantize.work import WorkFolder, bytes_done
+
+__all__ = ["Evaluated", "Evaluator", "Origin", "Progress", "quantize_model"]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """One step of a run: ``done`` of ``total`` in ``phase``; ``detail`` names what was done."""
+class Origin:
+    """Where a result comes from, in words that hold on every machine.
 
-    phase: str
-    done: int
-    total: int
-    detail: str
+    Attributes:
+        base_model: the model's name or hub id.
+        command: the command line that makes the result again.
+    """
+
+    base_model: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluator found: who ran the checkpoint, how good it is, and a probe for loaders."""
+
+    engine: str
+    quality: dict[str, Any]
+    probe: dict[str, Any] | None = None
+
+
+# Runs the checkpoint in a folder and compares it with the original's logits.
+Evaluator = Callable[[Path, FinalLogits], Evaluated]
 
 
 def quantize_model(
     source: Path,
     out: Path,
     options: QuantizeOptions,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Listener = lambda _: None,
     *,
     parts: Sequence[Part] | None = None,
     sampler: Sampler | None = None,
+    evaluator: Evaluator | None = None,
+    origin: Origin | None = None,
 ) -> Report:
     """Quantize the model folder ``source`` into the new model folder ``out``.
 
@@ -62,150 +91,139 @@ def quantize_model(
         progress: told of every step.
         parts: the sources of ``options.calibration``, if they are read already.
         sampler: samples text from a model, for the source ``self``.
+        evaluator: compares the result with the original; without one nothing is compared.
+        origin: what the report and the model card say about where the model comes from.
 
     Raises:
         QtoolError: anything that cannot be done as asked. Options, folders, group sizes and
             calibration data are checked before work that takes long; ``out`` is then untouched.
     """
     check_target(out, source, options.overwrite)
+    clock = PhaseClock()
     with CheckpointReader(source) as reader:
-        job = _plan(reader, options)
-        check_free_space(out, _result_bytes(job))
-        manifest = None
-        if options.needs_calibration:
-            read = read_mix(options.calibration) if parts is None else parts
-            job, manifest = _calibrate(job, read, options, sampler, progress)
-        with CheckpointWriter(out, overwrite=options.overwrite) as writer:
-            records = _write_tensors(job, options.method, writer, progress)
-            report = _report(options, job, manifest, records)
-            writer.add_json(REPORT_PATH, report.to_dict())
-            writer.copy_side_files(source)
-            writer.finish(_result_config(job))
+        job = plan_job(reader, options)
+        with clock.phase("calibration"):
+            evaluate = evaluator is not None
+            texts = gather_texts(job, options, parts, sampler, progress, evaluate=evaluate)
+            check_free_space(out, result_bytes(job) + work_bytes(job, texts) - bytes_done(out))
+            job = replace(job, ids=texts.ids)
+            fingerprint = run_fingerprint(reader, options, texts.ids, texts.held_out_ids)
+        with WorkFolder(out, fingerprint, restart=options.restart) as work:
+            with clock.phase("quantize"), _hopeless_runs_removed(work):
+                quantize_blocks(job, texts, options, work, progress)
+            with CheckpointWriter(out, overwrite=options.overwrite) as writer:
+                with clock.phase("write"):
+                    digests, head = _write_tensors(job, work, writer, progress)
+                with clock.phase("verify"):
+                    verify_tensors(writer.folder, digests)
+                with clock.phase("evaluate"):
+                    found = _evaluate(job, texts, work, writer.folder, evaluator)
+                report = _report(
+                    options,
+                    job,
+                    texts,
+                    work,
+                    head,
+                    writer,
+                    found,
+                    origin or _origin(source, options),
+                )
+                probe = None if found is None else found.probe
+                missing = publish(writer, report, probe, clock.phases)
+                if missing is not None:
+                    progress(Progress("publish", 1, 1, missing))
+                writer.copy_side_files(source)
+                writer.finish()
+            work.discard()
     return report
 
 
-def _plan(reader: CheckpointReader, options: QuantizeOptions) -> Job:
-    """What the headers decide: family, schemes, dtype."""
-    check_not_quantized(reader.config)
-    longest = reader.config.get("max_position_embeddings", options.seq_len)
-    if options.needs_calibration and options.seq_len > longest:
-        raise UsageError(
-            f"seq_len={options.seq_len}: the model was made for at most {longest} tokens; ask for "
-            "shorter samples"
-        )
-    family = find_family(reader.config)
-    schemes = plan_schemes(reader, reader.config, family, options.schemes)
-    dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
-    return Job(reader, family, schemes, dtype, options.torch_device, ids=None)
+def _origin(source: Path, options: QuantizeOptions) -> Origin:
+    return Origin(public_name(str(source)), command_line(str(source), options))
 
 
-def _calibrate(
-    job: Job,
-    parts: Sequence[Part],
-    options: QuantizeOptions,
-    sampler: Sampler | None,
-    progress: Callable[[Progress], None],
-) -> tuple[Job, dict[str, Any]]:
-    """The job with calibration tokens, and their manifest."""
-    names = ", ".join(part.name for part in parts)
-    progress(Progress("calibration", 0, 1, names))
-    blocks = mixed_blocks(
-        parts,
-        job.reader.folder,
-        num_samples=options.samples,
-        seq_len=options.seq_len,
-        seed=options.seed,
-        sampler=sampler,
-    )
-    progress(Progress("calibration", 1, 1, f"{blocks.ids.numel()} tokens of {names}"))
-    return replace(job, ids=canonical_order(blocks.ids)), blocks.manifest
+@contextmanager
+def _hopeless_runs_removed(work: WorkFolder) -> Iterator[None]:
+    """What is wrong with the model or the text stays wrong: the same command cannot go on."""
+    try:
+        yield
+    except (QuantizationError, CalibrationError):
+        work.discard()
+        raise
 
 
 def _write_tensors(
-    job: Job, method: str, writer: CheckpointWriter, progress: Callable[[Progress], None]
-) -> list[ModuleRecord]:
-    """Stream every tensor of the result into ``writer``; returns the modules' records."""
-    for name in _outer_names(job):
-        writer.add(name, to_stored(name, job.reader.get(name), job.dtype))
-    prefixes = job.family.block_prefixes(job.reader.config)
-    records: list[ModuleRecord] = []
-    with torch.no_grad():
-        for index, block in enumerate(METHODS[method].run(job)):
-            _write_block(job, prefixes[index], block, writer)
-            records += block.records
-            progress(Progress("quantize", index + 1, len(prefixes), prefixes[index]))
-    if (head := quantize_head(job)) is not None:
-        _write_module(HEAD, head[0], writer)
-        records.append(head[1])
-    return records
+    job: Job, work: WorkFolder, writer: CheckpointWriter, progress: Listener
+) -> tuple[dict[str, str], list[ModuleRecord]]:
+    """Write the model from the work folder.
+
+    Returns:
+        Digests of what memory held, and the record of a quantized head.
+    """
+    outer = outer_sources(job)
+    for name, source in outer.items():
+        writer.add_source(name, source)
+    tensors, records = head_tensors(job)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    digests: dict[str, str] = {}
+    for block in work.blocks:
+        for name, source in block.sources().items():
+            writer.add_source(name, source)
+        digests |= block.digests
+    writer.finish_tensors(result_config(job))
+    progress(Progress("write", 1, 1, f"{writer.total_bytes / 1e6:.1f} MB"))
+    return digests | {name: writer.digests[name] for name in (*outer, *tensors)}, records
 
 
-def _write_module(module: str, tensor: QuantizedTensor, writer: CheckpointWriter) -> None:
-    for part, packed in pack(tensor.to("cpu")).items():
-        writer.add(f"{module}.{part}", packed)
-
-
-def _outer_names(job: Job) -> list[str]:
-    """Tensors outside the blocks. A tied head is the embedding and is not written again."""
-    inside = f"{job.family.blocks}."
-    drop_head = job.reader.config.get("tie_word_embeddings", False) or HEAD in job.schemes
-    return [
-        name
-        for name in job.reader.names()
-        if not name.startswith(inside) and not (drop_head and name == "lm_head.weight")
-    ]
-
-
-def _result_bytes(job: Job) -> int:
-    """Bytes of the result's tensors, but for the few of their recorded shapes."""
-    scale_bits = 8 * job.dtype.itemsize
-    bits = 0.0
-    for name, entry in job.reader.entries.items():
-        width: float = scale_bits if entry.dtype.is_floating_point else 8 * entry.dtype.itemsize
-        if scheme := job.schemes.get(name.removesuffix(".weight")):
-            width = scheme.bits_per_weight((entry.shape[0], entry.shape[1]), scale_bits)
-        bits += math.prod(entry.shape) * width
-    return int(bits / 8)
-
-
-def _write_block(job: Job, prefix: str, block: QuantizedBlock, writer: CheckpointWriter) -> None:
-    for name in job.reader.names():
-        if not name.startswith(f"{prefix}."):
-            continue
-        module, _, local = name.rpartition(".")
-        if local == "weight" and module in block.weights:
-            _write_module(module, block.weights[module], writer)
-        else:
-            tensor = block.changed[name] if name in block.changed else job.reader.get(name)
-            writer.add(name, to_stored(name, tensor, job.dtype))
-
-
-def _result_config(job: Job) -> dict[str, Any]:
-    """``config.json`` of the result: the source's, with the new dtype and how to read weights."""
-    config = dict(job.reader.config)
-    for key in [key for key in config if key.endswith("name_or_path")]:
-        del config[key]
-    config["dtype"] = str(job.dtype).removeprefix("torch.")
-    if "torch_dtype" in config:
-        config["torch_dtype"] = config["dtype"]
-    config |= head_config(job)
-    routers = job.family.router_names(config)
-    kept = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
-    config["quantization_config"] = quantization_config(job.schemes, [*kept, *routers])
-    return config
+def _evaluate(
+    job: Job, texts: Texts, work: WorkFolder, folder: Path, evaluator: Evaluator | None
+) -> Evaluated | None:
+    """The written model against the original's logits, which the walk has left behind."""
+    if evaluator is None or texts.held_out is None:
+        return None
+    assert work.state is not None and work.state.held_out is not None
+    original = FinalLogits(
+        job.reader, job.family, job.device, texts.held_out.ids, work.state.held_out
+    )
+    return evaluator(folder, original)
 
 
 def _report(
     options: QuantizeOptions,
     job: Job,
-    manifest: dict[str, Any] | None,
-    records: list[ModuleRecord],
+    texts: Texts,
+    work: WorkFolder,
+    head: list[ModuleRecord],
+    writer: CheckpointWriter,
+    found: Evaluated | None,
+    origin: Origin,
 ) -> Report:
+    records = [ModuleRecord(**values) for b in work.blocks for values in b.facts["records"]] + head
+    peaks = {name: peak for b in work.blocks for name, peak in b.facts["peaks"].items()}
+    evaluation = None
+    if found is not None and texts.held_out is not None:
+        windows, seq_len = texts.held_out.ids.shape
+        evaluation = Evaluation(
+            engine=found.engine,
+            text=texts.held_out.text,
+            text_sha256=texts.held_out.sha256,
+            windows=windows,
+            seq_len=seq_len,
+            quality=found.quality,
+        )
     return Report(
         method=options.method,
         scheme=next(iter(job.schemes.values())).to_dict(),
         dtype=str(job.dtype).removeprefix("torch."),
-        calibration=manifest,
+        calibration=texts.manifest,
         modules=tuple(records),
         qtool_version=__version__,
+        base_model=origin.base_model,
+        command=origin.command,
+        num_parameters=num_parameters(job),
+        total_bytes=writer.total_bytes,
+        verified_tensors=len(writer.digests),
+        activation_peaks=peaks,
+        evaluation=evaluation,
     )

@@ -63,9 +63,9 @@ def plan_schemes(
     wanted: dict[str, SchemeAsked] = {n: asked.default for n in names if n not in ignored}
     for override in asked.overrides:
         wanted |= dict.fromkeys(_overridden(override, names, ignored), override.scheme)
-    widths = {n: shapes.shape(f"{n}.weight")[1] for n in wanted}
     if asked.head is not None:
-        wanted[HEAD], widths[HEAD] = asked.head, shapes.shape(head_source(config, family))[1]
+        wanted[HEAD] = asked.head
+    widths = {name: shapes.shape(weight_name(name, config, family))[1] for name in wanted}
     schemes = _resolve(wanted, widths)
     _refuse_mixture(schemes, config, family)
     return schemes
@@ -76,6 +76,11 @@ def head_source(config: Mapping[str, Any], family: ModelFamily) -> str:
     tied = config.get("tie_word_embeddings", False)
     trunk = family.blocks.rpartition(".")[0]
     return f"{trunk}.embed_tokens.weight" if tied else f"{HEAD}.weight"
+
+
+def weight_name(module: str, config: Mapping[str, Any], family: ModelFamily) -> str:
+    """Name of the tensor that holds a planned module's weight."""
+    return head_source(config, family) if module == HEAD else f"{module}.weight"
 
 
 def _overridden(override: Override, names: Sequence[str], ignored: Set[str]) -> list[str]:

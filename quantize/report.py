@@ -5,7 +5,8 @@ Nothing here depends on the clock or on a path, so the same run writes the same 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,10 @@ from qtool.formats.tensor import QuantizedTensor
 # Where the report lies inside a checkpoint; a sub-folder, because other engines load every
 # weight file they find at the top.
 REPORT_PATH = "qtool/report.json"
+
+# A quarter of float16's range: prompts unlike the measured text reach further (chat templates
+# alone were seen to double a maximum), and from here on float16 is a risk.
+FLOAT16_SAFE = 16384.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,11 @@ class ModuleRecord:
     num_weights: int
     fallback: str | None = None
 
+    @property
+    def fell_back(self) -> bool:
+        """Whether the module did not get what was asked."""
+        return self.fallback is not None or self.used != self.asked
+
 
 def module_record(
     name: str, method: str, weight: Tensor, quantized: QuantizedTensor
@@ -72,6 +82,24 @@ def module_record(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The finished checkpoint against the original, on text that nothing was calibrated on.
+
+    Attributes:
+        engine: what ran the checkpoint, and in which dtype.
+        text, text_sha256, windows, seq_len: what both have read.
+        quality: perplexities, KL divergence and top-1 agreement.
+    """
+
+    engine: str
+    text: str
+    text_sha256: str
+    windows: int
+    seq_len: int
+    quality: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A whole run: ``qtool/report.json``.
 
@@ -82,6 +110,13 @@ class Report:
         calibration: manifest of the token blocks, or ``None`` without calibration.
         modules: one record a quantized linear, in model order.
         qtool_version: version that wrote it.
+        base_model: what was quantized, by a name without a path.
+        command: the command line that does it again.
+        num_parameters: of the original, a tied head not counted twice.
+        total_bytes: of all tensors of the result.
+        verified_tensors: tensors read back from disk and found as memory held them.
+        activation_peaks: largest \\|input\\| of each linear of the original on the held-out text.
+        evaluation: what quantization cost, or ``None`` where it was not measured.
     """
 
     method: str
@@ -90,6 +125,13 @@ class Report:
     calibration: dict[str, Any] | None
     modules: tuple[ModuleRecord, ...]
     qtool_version: str
+    base_model: str = ""
+    command: str = ""
+    num_parameters: int = 0
+    total_bytes: int = 0
+    verified_tensors: int = 0
+    activation_peaks: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -98,13 +140,29 @@ class Report:
         return sum(r.bits_per_weight * r.num_weights for r in self.modules) / weights
 
     @property
+    def bits_per_parameter(self) -> float:
+        """Stored bits per parameter of the whole model: embeddings, norms and head included."""
+        return 8 * self.total_bytes / self.num_parameters if self.num_parameters else 0.0
+
+    @property
     def fallbacks(self) -> tuple[ModuleRecord, ...]:
         """Modules that did not get what was asked."""
-        return tuple(record for record in self.modules if record.fallback is not None)
+        return tuple(record for record in self.modules if record.fell_back)
+
+    @property
+    def float16_risks(self) -> dict[str, float]:
+        """Modules whose input comes too near to the end of float16's range."""
+        return {name: peak for name, peak in self.activation_peaks.items() if peak > FLOAT16_SAFE}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {**asdict(self), "bits_per_weight": self.bits_per_weight}
+        return {
+            **asdict(self),
+            "bits_per_weight": self.bits_per_weight,
+            "bits_per_parameter": self.bits_per_parameter,
+            "fallbacks": [record.name for record in self.fallbacks],
+            "float16_risks": sorted(self.float16_risks),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,5 +200,5 @@ def _summary_row(kind: str, records: list[ModuleRecord]) -> SummaryRow:
         weight_error=sum(r.weight_error for r in records) / len(records),
         output_error=sum(outputs) / len(outputs) if outputs else None,
         worst=worst.name,
-        fallbacks=sum(r.fallback is not None for r in records),
+        fallbacks=sum(r.fell_back for r in records),
     )

@@ -7,17 +7,15 @@ error on to the next block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtool.calibration.families import ModelFamily, SmoothingPair, head_dim, value_channels
-from qtool.calibration.observers import AbsMax, EveryNth, Hessian, MeanAbs, Observer
-from qtool.calibration.walk import BATCH_TOKENS, DecoderBlock
+from qtool.calibration.observers import AbsMax, EveryNth, Hessian, MeanAbs
+from qtool.calibration.walk import DecoderBlock
 from qtool.calibration.weights import to_stored
 from qtool.formats.scheme import WeightScheme
 from qtool.quantize import smoothing
@@ -101,7 +99,7 @@ class Workspace:
     def observe(self, groups: Sequence[tuple[str, ...]]) -> None:
         """Measure the inputs of groups as the block now is, in one pass over all samples."""
         observers = {group[0]: (Hessian(group[0]), AbsMax(group[0])) for group in groups}
-        observe_inputs(self.block, observers)
+        self.block.observe(observers)
         for group in groups:
             hessian, peak = observers[group[0]]
             inputs = Inputs(hessian.result(), peak.result(), hessian.tokens)
@@ -115,7 +113,7 @@ class Workspace:
             name: (Hessian(name), AbsMax(name), MeanAbs(name), EveryNth(name, stride))
             for name in names
         }
-        observe_inputs(self.block, observers)
+        self.block.observe(observers)
         for group in self.groups:
             hessian, peak, mean_abs, sample = observers[group[0]]
             inputs = SearchInputs(
@@ -175,37 +173,3 @@ class Workspace:
                 changed[full_name] = to_stored(full_name, tensor, self.dtype).cpu()
                 tensor.copy_(changed[full_name])
         return changed
-
-
-class _SeenAll(Exception):
-    """Ends a forward pass whose rest nobody looks at."""
-
-
-def observe_inputs(block: DecoderBlock, observers: Mapping[str, Sequence[Observer]]) -> None:
-    """Run a block on all samples; each named linear feeds its input to its observers.
-
-    A pass ends when all of them have seen their input: what comes later is not computed.
-    """
-    waiting: set[str] = set()
-
-    def feed(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            for observer in observers[name]:
-                observer.update(args[0].flatten(0, -2))
-            waiting.discard(name)
-            if not waiting:
-                raise _SeenAll
-
-        return hook
-
-    batch_size = max(1, BATCH_TOKENS // block.inputs.shape[1])
-    with ExitStack() as hooks:
-        for name in observers:
-            hook = block.module.get_submodule(name).register_forward_pre_hook(feed(name))
-            hooks.callback(hook.remove)
-        for batch in block.inputs.split(batch_size):
-            waiting.update(observers)
-            try:
-                block.module(batch.to(block.device), **block.arguments)
-            except _SeenAll:
-                continue

@@ -10,22 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from qtool.errors import UsageError
-from qtool.runtime.batch import build_batch
 from qtool.runtime.model import Decoder
-from qtool.runtime.sampling_params import SamplingParams
-from qtool.runtime.scheduler import Chunk
-from qtool.runtime.sequence import Sequence
+from qtool.runtime.window_run import WindowRun
 
 # Rows whose logits are in memory at a time: 256 x 128k vocabulary in float32 is 134 MB.
 CHUNK = 256
-BLOCK_SIZE = 16
+
+
+class Predictions(Protocol):
+    """Logits of the same windows from elsewhere than a decoder."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    def logits(self, window: int, start: int, end: int) -> Tensor:
+        """Float32 logits [end - start, vocab] of some positions of one window."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +80,9 @@ class Quality:
 
 
 def evaluate(
-    model: Decoder,
+    model: Decoder | Predictions,
     windows: Tensor,
-    reference: Decoder | None = None,
+    reference: Decoder | Predictions | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Quality:
     """Score ``windows``, int64 [n, window_len].
@@ -82,14 +92,14 @@ def evaluate(
     """
     if windows.numel() == 0 or windows.shape[1] < 2:
         raise UsageError(f"windows of shape {tuple(windows.shape)}: there is nothing to predict")
-    if reference is not None and reference.config.vocab_size != model.config.vocab_size:
+    if reference is not None and _vocab_size(reference) != _vocab_size(model):
         raise UsageError(
-            f"the reference has {reference.config.vocab_size} tokens, the model "
-            f"{model.config.vocab_size}; they cannot be compared"
+            f"the reference has {_vocab_size(reference)} tokens, the model {_vocab_size(model)}; "
+            "they cannot be compared"
         )
     sums = torch.zeros(4, dtype=torch.float64)
     for index, window in enumerate(windows):
-        sums += _score_window(model, window.tolist(), reference)
+        sums += _score_window(model, index, window.tolist(), reference)
         progress(index + 1, len(windows))
     tokens = windows.shape[0] * (windows.shape[1] - 1)
     nll, reference_nll, kl, agree = (sums / tokens).tolist()
@@ -98,10 +108,28 @@ def evaluate(
     return Quality(tokens, nll, kl, agree, reference_nll)
 
 
-def _score_window(model: Decoder, window: list[int], reference: Decoder | None) -> Tensor:
+def _vocab_size(source: Decoder | Predictions) -> int:
+    return source.config.vocab_size if isinstance(source, Decoder) else source.vocab_size
+
+
+def window_logits(
+    source: Decoder | Predictions, index: int, window: list[int]
+) -> Callable[[int, int], Tensor]:
+    """Logits of window number ``index`` by start and end; spans must follow one another."""
+    if isinstance(source, Decoder):
+        return WindowRun(source, window).logits
+    return partial(source.logits, index)
+
+
+def _score_window(
+    model: Decoder | Predictions,
+    index: int,
+    window: list[int],
+    reference: Decoder | Predictions | None,
+) -> Tensor:
     """Sums over the window: nll, the reference's nll, KL, agreements; float64 [4]."""
-    run = WindowRun(model, window)
-    reference_run = None if reference is None else WindowRun(reference, window)
+    run = window_logits(model, index, window)
+    reference_run = None if reference is None else window_logits(reference, index, window)
     sums = torch.zeros(4, dtype=torch.float64)
     # The last token predicts nothing that is known.
     for start in range(0, len(window) - 1, CHUNK):
@@ -117,22 +145,5 @@ def _score_window(model: Decoder, window: list[int], reference: Decoder | None) 
     return sums
 
 
-def _log_probs(run: WindowRun, start: int, end: int) -> Tensor:
-    return functional.log_softmax(run.logits(start, end), dim=-1).cpu()
-
-
-class WindowRun:
-    """One window through a decoder, chunk by chunk, with a cache of its own."""
-
-    def __init__(self, decoder: Decoder, window: list[int]) -> None:
-        blocks = -(-len(window) // BLOCK_SIZE)
-        self._decoder = decoder
-        self._cache = decoder.new_cache(blocks, BLOCK_SIZE)
-        self._sequence = Sequence("window", window, SamplingParams())
-        self._sequence.block_table = list(range(blocks))
-
-    def logits(self, start: int, end: int) -> Tensor:
-        """Float32 logits [end - start, vocab]; chunks must follow one another."""
-        chunk = Chunk(self._sequence, start, end - start)
-        batch = build_batch([chunk], BLOCK_SIZE, self._decoder.device, [True])
-        return self._decoder.forward(batch, self._cache)
+def _log_probs(run: Callable[[int, int], Tensor], start: int, end: int) -> Tensor:
+    return functional.log_softmax(run(start, end), dim=-1).cpu()

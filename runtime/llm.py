@@ -24,7 +24,7 @@ class LLM:
 
     Args:
         model: folder, GGUF file or packaged name.
-        device, dtype, backend, cpu_compute, kv_cache_dtype, strict: see
+        device, dtype, backend, cpu_compute, kv_cache_dtype, strict, self_check: see
             :class:`~qtool.runtime.options.ModelOptions`.
         Others: see :class:`~qtool.runtime.options.EngineOptions`.
 
@@ -42,6 +42,7 @@ class LLM:
         cpu_compute: str = "auto",
         kv_cache_dtype: str = "auto",
         strict: bool = False,
+        self_check: bool = True,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
@@ -60,6 +61,7 @@ class LLM:
             cpu_compute=cpu_compute,
             kv_cache_dtype=kv_cache_dtype,
             strict=strict,
+            self_check=self_check,
         )
         options = EngineOptions(
             model=model,

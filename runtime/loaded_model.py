@@ -10,6 +10,7 @@ import torch
 
 from qtool.errors import EngineError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.probe import read_probe
 from qtool.formats.scheme import WeightScheme
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
@@ -19,6 +20,7 @@ from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import compile_decoder, why_not_native
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.rotary import scaling_notes
+from qtool.runtime.self_check import self_check
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -55,6 +57,7 @@ def load_model(
     Raises:
         UsageError: a device that is not there, or a length the model cannot have.
         ModelError, CheckpointError: see :func:`qtool.runtime.loader.load_decoder`.
+        CheckpointError: the model does not answer as its probe says.
         EngineError: under ``strict``, when something is not as asked.
     """
     with CheckpointReader(folder) as reader:
@@ -84,7 +87,17 @@ def load_model(
         refuse_notes(notes)
     if not schemes:
         notes = tuple(note for note in notes if "4-bit weights" not in note)
+    if options.self_check and (probe := read_probe(folder)) is not None:
+        self_check(decoder, probe, coarsest_compute(decoder, options), length)
     return LoadedModel(folder, decoder, schemes, length, notes)
+
+
+def coarsest_compute(decoder: Decoder, options: ModelOptions) -> str:
+    """What rounds most on the way through a decoder: its dtype, native products, or the cache."""
+    products = decoder.backend.compute if isinstance(decoder.backend, NativeBackend) else ""
+    if "int8" in (products, options.kv_cache_dtype):
+        return "int8"
+    return "bfloat16" if products == "bf16" else str(decoder.dtype).removeprefix("torch.")
 
 
 def choose_form(decoder: Decoder, options: ModelOptions) -> tuple[Decoder, tuple[str, ...]]:

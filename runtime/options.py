@@ -25,6 +25,7 @@ class ModelOptions:
         kv_cache_dtype: ``auto`` is the compute dtype; ``int8`` has a scale a token and head, and
             needs native kernels.
         strict: whatever is not as asked is an error instead of a note.
+        self_check: ask a checkpoint's own probe (``qtool/probe.json``) after loading.
     """
 
     device: str = "auto"
@@ -33,6 +34,7 @@ class ModelOptions:
     cpu_compute: str = "auto"
     kv_cache_dtype: str = "auto"
     strict: bool = False
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (

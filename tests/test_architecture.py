@@ -43,7 +43,7 @@ RUNTIME_LAYERS = [
     {"engine_thread"},
     {"engine", "evaluate"},
     {"generation", "capacity", "loaded_model", "machine"},
-    {"native_decoder"},
+    {"native_decoder", "window_run", "self_check"},
     {"model", "loader", "sampler", "logprobs", "tokenizer"},
     {"moe"},
     {"batch", "config", "families", "linear", "layers", "rope_config", "rotary", "kv_cache"},

@@ -19,15 +19,15 @@ import sys, time
 from qtool.cli import main
 from qtool.formats.writer import CheckpointWriter
 
-finish = CheckpointWriter.finish
+finish_tensors = CheckpointWriter.finish_tensors
 
 def wait(self, config):
     self._flush()
     print("written", flush=True)
     time.sleep(60)
-    return finish(self, config)
+    return finish_tensors(self, config)
 
-CheckpointWriter.finish = wait
+CheckpointWriter.finish_tensors = wait
 main(sys.argv[1:], prog_name="qtool")
 """
 
@@ -35,6 +35,7 @@ main(sys.argv[1:], prog_name="qtool")
 def _start(model: Path, out: Path, env: dict[str, str], *options: str) -> subprocess.Popen[str]:
     """A quantization that has written its tensors and is about to finish."""
     command = ["quantize", str(model), "--out", str(out), "--method", "rtn", "--device", "cpu"]
+    command += ["--eval-windows", "0"]
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, *command, *options],
         env={**env, "OMP_NUM_THREADS": "1"},
@@ -51,7 +52,7 @@ def _start(model: Path, out: Path, env: dict[str, str], *options: str) -> subpro
     ("number", "exit_code", "message"),
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
 )
-def test_a_polite_signal_removes_what_was_written(
+def test_a_polite_signal_keeps_the_finished_blocks_and_says_how_to_go_on(
     number: signal.Signals,
     exit_code: int,
     message: str,
@@ -60,12 +61,14 @@ def test_a_polite_signal_removes_what_was_written(
     checkout_env: dict[str, str],
 ) -> None:
     with _start(tiny_model_folder, tmp_path / "q", checkout_env) as process:
-        assert [path.name[:10] for path in tmp_path.iterdir()] == ["q.partial-"]
+        names = sorted(path.name[:10] for path in tmp_path.iterdir())
+        assert names == ["q.partial-", "q.work"]
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == exit_code
     assert errors.endswith(message) and "Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []
+    assert "2 finished blocks" in errors and "the same command goes on" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["q.work"]
 
 
 def test_a_killed_run_leaves_the_old_model_and_nothing_that_looks_finished(
@@ -81,7 +84,8 @@ def test_a_killed_run_leaves_the_old_model_and_nothing_that_looks_finished(
         process.wait(timeout=30)
     assert process.returncode == -signal.SIGKILL
     assert {path.name: path.read_bytes() for path in old.iterdir()} == before
-    (partial,) = (path for path in tmp_path.iterdir() if path != old)
-    assert partial.name.startswith("q.partial-")
-    with pytest.raises(CheckpointError, match="config.json is missing"):
-        CheckpointReader(partial)
+    others = sorted(path for path in tmp_path.iterdir() if path != old)
+    assert [path.name[:10] for path in others] == ["q.partial-", "q.work"]
+    for path in others:
+        with pytest.raises(CheckpointError, match="config.json is missing"):
+            CheckpointReader(path)

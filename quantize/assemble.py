@@ -1,0 +1,108 @@
+"""Tensors and config of the result: what is quantized, what is rewritten, what is copied."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from qtool.calibration.weights import to_stored
+from qtool.formats.checkpoint import TensorSource
+from qtool.formats.compressed_tensors import pack, quantization_config
+from qtool.formats.tensor import QuantizedTensor
+from qtool.quantize.head import head_config, quantize_head
+from qtool.quantize.job import Job, QuantizedBlock
+from qtool.quantize.plan import HEAD, linear_names
+from qtool.quantize.report import ModuleRecord
+
+
+def outer_sources(job: Job) -> dict[str, TensorSource]:
+    """Tensors outside the blocks, as they are: without a head that is quantized.
+
+    A tied head is the embedding and is not written again.
+    """
+    drop_head = _is_tied(job) or HEAD in job.schemes
+    return {
+        name: _stored_source(job, name)
+        for name in _outer_names(job)
+        if not (drop_head and name == f"{HEAD}.weight")
+    }
+
+
+def head_tensors(job: Job) -> tuple[dict[str, Tensor], list[ModuleRecord]]:
+    """Tensors of a quantized head and its record; none if the head stays as it is.
+
+    Raises:
+        QuantizationError: a weight is not finite.
+    """
+    head = quantize_head(job)
+    return ({}, []) if head is None else (_packed(HEAD, head[0]), [head[1]])
+
+
+def _is_tied(job: Job) -> bool:
+    return bool(job.reader.config.get("tie_word_embeddings", False))
+
+
+def _outer_names(job: Job) -> list[str]:
+    inside = f"{job.family.blocks}."
+    return [name for name in job.reader.names() if not name.startswith(inside)]
+
+
+def _packed(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    return {f"{module}.{part}": packed for part, packed in pack(tensor.to("cpu")).items()}
+
+
+def _stored_source(job: Job, name: str) -> TensorSource:
+    entry = job.reader.entry(name)
+    dtype = job.dtype if entry.dtype.is_floating_point else entry.dtype
+    return TensorSource(dtype, entry.shape, partial(read_stored, job, name))
+
+
+def read_stored(job: Job, name: str) -> Tensor:
+    """A tensor of the source in the dtype it is stored in, in memory of its own.
+
+    Raises:
+        QuantizationError: a value is not finite, or does not fit.
+    """
+    tensor = to_stored(name, job.reader.get(name), job.dtype).clone()
+    job.reader.close()  # a memory map counts as memory as far as it was read
+    return tensor
+
+
+def block_tensors(job: Job, prefix: str, block: QuantizedBlock) -> dict[str, Tensor]:
+    """All tensors of one block as the result holds them, on the host."""
+    tensors: dict[str, Tensor] = {}
+    for name in job.reader.names():
+        if not name.startswith(f"{prefix}."):
+            continue
+        module, _, local = name.rpartition(".")
+        if local == "weight" and module in block.weights:
+            tensors |= _packed(module, block.weights[module])
+        elif name in block.changed:
+            tensors[name] = to_stored(name, block.changed[name], job.dtype)
+        else:
+            tensors[name] = read_stored(job, name)
+    return tensors
+
+
+def num_parameters(job: Job) -> int:
+    """Parameters of the original; a tied head is the embedding and counts once."""
+    twice = f"{HEAD}.weight" if _is_tied(job) else None
+    return sum(math.prod(job.reader.shape(name)) for name in job.reader.names() if name != twice)
+
+
+def result_config(job: Job) -> dict[str, Any]:
+    """``config.json`` of the result: the source's, with the new dtype and how to read weights."""
+    config = dict(job.reader.config)
+    for key in [key for key in config if key.endswith("name_or_path")]:
+        del config[key]
+    config["dtype"] = str(job.dtype).removeprefix("torch.")
+    if "torch_dtype" in config:
+        config["torch_dtype"] = config["dtype"]
+    config |= head_config(job)
+    routers = job.family.router_names(config)
+    kept = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
+    config["quantization_config"] = quantization_config(job.schemes, [*kept, *routers])
+    return config

@@ -1,0 +1,142 @@
+"""What a run needs before it begins: the plan, the texts, the room on the disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from qtool.calibration.data import (
+    canonical_order,
+    evaluation_windows,
+    held_out_documents,
+    load_tokenizer,
+)
+from qtool.calibration.families import find_family
+from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
+from qtool.errors import UsageError
+from qtool.formats.checkpoint import CheckpointReader
+from qtool.quantize.job import Job
+from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.plan import check_not_quantized, plan_schemes
+
+# Tokens of an evaluation window, where the model can take so many.
+EVAL_SEQ_LEN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step of a run: ``done`` of ``total`` in ``phase``; ``detail`` names what was done."""
+
+    phase: str
+    done: int
+    total: int
+    detail: str
+
+
+Listener = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """Text that nothing is calibrated on, int64 [windows, seq_len], and where it comes from."""
+
+    ids: Tensor
+    text: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """All tokens of a run; ``None`` where the method or the options need none."""
+
+    ids: Tensor | None
+    manifest: dict[str, Any] | None
+    held_out: HeldOut | None
+
+    @property
+    def held_out_ids(self) -> Tensor | None:
+        """Windows of the held-out text, int64 [windows, seq_len]."""
+        return None if self.held_out is None else self.held_out.ids
+
+
+def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
+    """What the headers decide: family, schemes, dtype.
+
+    Raises:
+        QtoolError: what cannot be done as asked.
+    """
+    check_not_quantized(reader.config)
+    longest = reader.config.get("max_position_embeddings", options.seq_len)
+    if options.needs_calibration and options.seq_len > longest:
+        raise UsageError(
+            f"seq_len={options.seq_len}: the model was made for at most {longest} tokens; ask for "
+            "shorter samples"
+        )
+    family = find_family(reader.config)
+    schemes = plan_schemes(reader, reader.config, family, options.schemes)
+    dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
+    return Job(reader, family, schemes, dtype, options.torch_device, ids=None)
+
+
+def gather_texts(
+    job: Job,
+    options: QuantizeOptions,
+    parts: Sequence[Part] | None,
+    sampler: Sampler | None,
+    progress: Listener,
+    *,
+    evaluate: bool,
+) -> Texts:
+    """Calibration samples and held-out windows of a job.
+
+    Raises:
+        CalibrationError: a text is too short, or cannot be read.
+    """
+    held_out = _held_out(job, options) if evaluate and options.eval_windows else None
+    if not options.needs_calibration:
+        return Texts(None, None, held_out)
+    read = read_mix(options.calibration) if parts is None else parts
+    names = ", ".join(part.name for part in read)
+    progress(Progress("calibration", 0, 1, names))
+    blocks = mixed_blocks(
+        read,
+        job.reader.folder,
+        num_samples=options.samples,
+        seq_len=options.seq_len,
+        seed=options.seed,
+        sampler=sampler,
+    )
+    progress(Progress("calibration", 1, 1, f"{blocks.ids.numel()} tokens of {names}"))
+    return Texts(canonical_order(blocks.ids), blocks.manifest, held_out)
+
+
+def _held_out(job: Job, options: QuantizeOptions) -> HeldOut:
+    tokenizer = load_tokenizer(job.reader.folder)
+    text = held_out_documents(options.eval_text).render(tokenizer)
+    seq_len = min(EVAL_SEQ_LEN, job.reader.config.get("max_position_embeddings", EVAL_SEQ_LEN))
+    ids = evaluation_windows(text, tokenizer, seq_len, options.eval_windows)
+    return HeldOut(ids, text.name, text.fingerprint)
+
+
+def result_bytes(job: Job) -> int:
+    """Bytes of the result's tensors, but for the few of their recorded shapes."""
+    scale_bits = 8 * job.dtype.itemsize
+    bits = 0.0
+    for name, entry in job.reader.entries.items():
+        width: float = scale_bits if entry.dtype.is_floating_point else 8 * entry.dtype.itemsize
+        if scheme := job.schemes.get(name.removesuffix(".weight")):
+            width = scheme.bits_per_weight((entry.shape[0], entry.shape[1]), scale_bits)
+        bits += math.prod(entry.shape) * width
+    return int(bits / 8)
+
+
+def work_bytes(job: Job, texts: Texts) -> int:
+    """Bytes that the work folder takes at most: all blocks, and two states of the walk."""
+    hidden_size = int(job.reader.config["hidden_size"])
+    tokens = 0 if texts.ids is None else texts.ids.numel()
+    tokens += 0 if texts.held_out is None else texts.held_out.ids.numel()
+    return result_bytes(job) + 2 * tokens * hidden_size * 4

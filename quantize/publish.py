@@ -1,0 +1,35 @@
+"""What lies beside the weights: report, figures of the run, probe, model card, plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qtool.formats.checkpoint import CheckpointWriter
+from qtool.formats.probe import PROBE_PATH
+from qtool.quantize.card import CARD_PATH, model_card
+from qtool.quantize.phases import Phase
+from qtool.quantize.plots import write_plots
+from qtool.quantize.report import REPORT_PATH, Report
+
+# Times and memory differ from run to run, so they lie apart from what does not.
+RUN_PATH = "qtool/run.json"
+
+
+def publish(
+    writer: CheckpointWriter,
+    report: Report,
+    probe: Mapping[str, Any] | None,
+    phases: Sequence[Phase],
+) -> str | None:
+    """Write everything that is said about a result into its folder; returns what is missing."""
+    writer.add_json(REPORT_PATH, report.to_dict())
+    writer.add_json(RUN_PATH, {"phases": [phase.to_dict() for phase in phases]})
+    if probe is not None:
+        writer.add_json(PROBE_PATH, probe)
+    writer.add_text(CARD_PATH, model_card(report))
+    try:
+        write_plots(report, writer.folder / "qtool")
+    except ImportError:
+        return "no plots: matplotlib is not installed (pip install 'qtool[plots]')"
+    return None

@@ -1,0 +1,129 @@
+"""A forecast writes nothing, names everything, and is near what the run then takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from qtool.cli import main
+from qtool.commands import dry_run
+from qtool.formats.packaged import PACKAGED
+
+
+def _dry_run(model: Path, out: Path, *options: str) -> Result:
+    words = out.parent / "words.txt"
+    words.write_text("The model reads the text, then the model writes the next word.\n" * 60)
+    texts = ["--eval-text", str(words), "--calibration", str(words), "--seq-len", "32"]
+    arguments = ["--out", str(out), "--samples", "4", "--eval-windows", "2", "--device", "cpu"]
+    words_ = ["quantize", str(model), "--dry-run", *texts, *arguments, *options]
+    return CliRunner().invoke(main, words_)
+
+
+def _json(result: Result) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return value
+
+
+def test_every_module_phase_and_pair_is_in_the_json(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    options = ["--json", "--quiet", "--ignore", "layers.0.mlp"]
+    result = _dry_run(tiny_model_folder, tmp_path / "q", *options)
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = _json(result)
+    assert found["event"] == "result" and found["fits"] and found["fits_disk"]
+    modules = {module["name"]: module for module in found["modules"]}
+    assert len(modules) == 14
+    assert modules["model.layers.0.mlp.up_proj"]["scheme"] == "as it is"
+    assert modules["model.layers.1.mlp.up_proj"] == {
+        "name": "model.layers.1.mlp.up_proj",
+        "shape": [128, 64],
+        "scheme": "W4 asym g64",
+        "method": "awq",
+    }
+    skipped = {pair["source"]: pair["reason"] for pair in found["skipped_pairs"]}
+    assert skipped.keys() == {
+        "model.layers.0.post_attention_layernorm",
+        "model.layers.0.mlp.up_proj",
+    }
+    assert "mlp.down_proj, mlp.up_proj stays as it is" in skipped["model.layers.0.mlp.up_proj"]
+    assert [phase["name"] for phase in found["phases"]] == [
+        "calibration",
+        "quantize",
+        "write",
+        "verify",
+        "evaluate",
+    ]
+    assert found["tensor_parallel"]["1"] == []
+    assert any("groups of 64" in line for line in found["tensor_parallel"]["2"])
+    assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
+
+
+def test_the_text_has_a_table_of_modules_and_phases(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    result = _dry_run(tiny_model_folder, tmp_path / "q")
+    assert result.exit_code == 0, (result.output, result.exception)
+    for words in ("W4 asym g64", "evaluate", "memory:", "disk:", "tensor parallel over 8"):
+        assert words in result.stdout
+
+
+def test_what_does_not_fit_is_shown_and_then_an_error(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "available_cpu_memory", lambda: 1000)
+    result = _dry_run(tiny_model_folder, tmp_path / "q", "--json", "--quiet")
+    assert result.exit_code == 1 and _json(result)["fits"] is False
+    assert "it will not fit: it needs" in result.stderr and "--samples" in result.stderr
+    monkeypatch.undo()
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    result = _dry_run(tiny_model_folder, tmp_path / "q", "--json", "--quiet")
+    assert result.exit_code == 1 and "of disk and 1 kB are free" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
+
+
+def test_what_stops_the_run_stops_the_forecast(tiny_model_folder: Path, tmp_path: Path) -> None:
+    result = _dry_run(tiny_model_folder, tmp_path / "q", "--group-size", "48")
+    assert result.exit_code == 1 and "48 does not divide" in result.stderr
+
+
+def _alone(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
+    """The result of a command in a process of its own, whose memory nothing else has used."""
+    command = [sys.executable, "-m", "qtool", "quantize", *arguments, "--json", "--quiet"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--method", "rtn", "--group-size", "64"],
+        ["--method", "awq", "--group-size", "64", "--samples", "4", "--seq-len", "256"],
+    ],
+    ids=["rtn", "awq"],
+)
+def test_the_forecast_is_within_a_quarter_of_the_run_on_smollm2(
+    options: list[str], tmp_path: Path, checkout_env: dict[str, str]
+) -> None:
+    model = next(iter(name for name in PACKAGED if name.startswith("smollm2")))
+    env = {**os.environ, **checkout_env, "OMP_NUM_THREADS": "1"}
+    arguments = [model, "--out", str(tmp_path / "q"), "--device", "cpu", *options]
+    forecast = _alone([*arguments, "--dry-run"], env)
+    phases = _alone(arguments, env)["phases"]
+    assert forecast["peak_bytes"] == pytest.approx(max(p["peak_bytes"] for p in phases), rel=0.25)
+    # CPU time: on a machine that does other things as well, wall time says little.
+    expected = sum(phase["cpu_seconds"] for phase in phases)
+    found = sum(phase["cpu_seconds"] for phase in forecast["phases"])
+    assert found == pytest.approx(expected, rel=0.25)
