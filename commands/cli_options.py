@@ -91,7 +91,7 @@ def parse_group_size(value: str) -> int | str:
 def parse_bits(value: str) -> int:
     """``4`` or ``8``."""
     if value not in ("4", "8"):
-        raise click.BadParameter(f"{value!r}: portable widths are 4 and 8")
+        raise click.BadParameter(f"{value!r} is not one of '4', '8'")
     return int(value)
 
 
