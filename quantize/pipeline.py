@@ -112,29 +112,42 @@ def quantize_model(
             with clock.phase("quantize"), _hopeless_runs_removed(work):
                 quantize_blocks(job, texts, options, work, progress)
             with CheckpointWriter(out, overwrite=options.overwrite) as writer:
-                with clock.phase("write"):
-                    digests, head = _write_tensors(job, work, writer, progress)
-                with clock.phase("verify"):
-                    verify_tensors(writer.folder, digests)
-                with clock.phase("evaluate"):
-                    found = _evaluate(job, texts, work, writer.folder, evaluator)
-                report = _report(
-                    options,
-                    job,
-                    texts,
-                    work,
-                    head,
-                    writer,
-                    found,
-                    origin or _origin(source, options),
-                )
-                probe = None if found is None else found.probe
-                missing = publish(writer, report, probe, clock.phases)
-                if missing is not None:
-                    progress(Progress("publish", 1, 1, missing))
-                writer.copy_side_files(source)
-                writer.finish()
+                origin = origin or _origin(source, options)
+                run = _Run(options, job, texts, work, clock, origin)
+                report = _finish(run, writer, progress, evaluator)
             work.discard()
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run whose blocks are all done."""
+
+    options: QuantizeOptions
+    job: Job
+    texts: Texts
+    work: WorkFolder
+    clock: PhaseClock
+    origin: Origin
+
+
+def _finish(
+    run: _Run, writer: CheckpointWriter, progress: Listener, evaluator: Evaluator | None
+) -> Report:
+    """Write the result, read it back, compare it with the original, and publish it."""
+    with run.clock.phase("write"):
+        digests, head = _write_tensors(run.job, run.work, writer, progress)
+    with run.clock.phase("verify"):
+        verify_tensors(writer.folder, digests)
+    with run.clock.phase("evaluate"):
+        found = _evaluate(run, writer.folder, evaluator)
+    report = _report(run, head, writer, found)
+    probe = None if found is None else found.probe
+    missing = publish(writer, report, probe, run.clock.phases)
+    if missing is not None:
+        progress(Progress("publish", 1, 1, missing))
+    writer.copy_side_files(run.job.reader.folder)
+    writer.finish()
     return report
 
 
@@ -176,51 +189,43 @@ def _write_tensors(
     return digests | {name: writer.digests[name] for name in (*outer, *tensors)}, records
 
 
-def _evaluate(
-    job: Job, texts: Texts, work: WorkFolder, folder: Path, evaluator: Evaluator | None
-) -> Evaluated | None:
+def _evaluate(run: _Run, folder: Path, evaluator: Evaluator | None) -> Evaluated | None:
     """The written model against the original's logits, which the walk has left behind."""
-    if evaluator is None or texts.held_out is None:
+    held_out = run.texts.held_out
+    if evaluator is None or held_out is None:
         return None
-    assert work.state is not None and work.state.held_out is not None
-    original = FinalLogits(
-        job.reader, job.family, job.device, texts.held_out.ids, work.state.held_out
-    )
+    state, job = run.work.state, run.job
+    assert state is not None and state.held_out is not None
+    original = FinalLogits(job.reader, job.family, job.device, held_out.ids, state.held_out)
     return evaluator(folder, original)
 
 
 def _report(
-    options: QuantizeOptions,
-    job: Job,
-    texts: Texts,
-    work: WorkFolder,
-    head: list[ModuleRecord],
-    writer: CheckpointWriter,
-    found: Evaluated | None,
-    origin: Origin,
+    run: _Run, head: list[ModuleRecord], writer: CheckpointWriter, found: Evaluated | None
 ) -> Report:
-    records = [ModuleRecord(**values) for b in work.blocks for values in b.facts["records"]] + head
-    peaks = {name: peak for b in work.blocks for name, peak in b.facts["peaks"].items()}
+    job, blocks, held_out = run.job, run.work.blocks, run.texts.held_out
+    records = [ModuleRecord(**values) for b in blocks for values in b.facts["records"]] + head
+    peaks = {name: peak for b in blocks for name, peak in b.facts["peaks"].items()}
     evaluation = None
-    if found is not None and texts.held_out is not None:
-        windows, seq_len = texts.held_out.ids.shape
+    if found is not None and held_out is not None:
+        windows, seq_len = held_out.ids.shape
         evaluation = Evaluation(
             engine=found.engine,
-            text=texts.held_out.text,
-            text_sha256=texts.held_out.sha256,
+            text=held_out.text,
+            text_sha256=held_out.sha256,
             windows=windows,
             seq_len=seq_len,
             quality=found.quality,
         )
     return Report(
-        method=options.method,
+        method=run.options.method,
         scheme=next(iter(job.schemes.values())).to_dict(),
         dtype=str(job.dtype).removeprefix("torch."),
-        calibration=texts.manifest,
+        calibration=run.texts.manifest,
         modules=tuple(records),
         qtool_version=__version__,
-        base_model=origin.base_model,
-        command=origin.command,
+        base_model=run.origin.base_model,
+        command=run.origin.command,
         num_parameters=num_parameters(job),
         total_bytes=writer.total_bytes,
         verified_tensors=len(writer.digests),

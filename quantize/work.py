@@ -210,7 +210,10 @@ class WorkFolder:
             return
         names = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
         if names:
-            changes = "; ".join(f"{n}: {found.get(n)} there, {wanted.get(n)} now" for n in names)
+            changes = "; ".join(
+                f"{name}: {_shown(found.get(name))} there, {_shown(wanted.get(name))} now"
+                for name in names
+            )
             raise UsageError(
                 f"{self.folder} holds an unfinished run of something else ({changes}); run what it "
                 "was begun with to go on, or pass --restart to discard it and begin again"
@@ -288,6 +291,11 @@ def _streams(state: WalkState | None) -> dict[str, Tensor]:
     """The hidden states of a walk, by name."""
     found = {} if state is None else {name: getattr(state, name) for name in _STREAMS}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _shown(value: object) -> object:
+    """An option's value for people."""
+    return "not given" if value is None else value
 
 
 def _source(tensor: Tensor) -> TensorSource:

@@ -19,7 +19,9 @@ import torch
 
 from comparison.gguf_file import write_gguf
 from qtool.errors import EngineError
-from qtool.formats.model_source import cache_folder, packaged_file, resolve_model
+from qtool.formats.model_source import cache_folder, resolve_model
+from qtool.formats.packaged import PACKAGED as MODELS_IN_PACKAGES
+from qtool.formats.packaged import packaged_file
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import quantize_model
 
@@ -79,7 +81,8 @@ def prepare(name: str, pythons: Mapping[str, Path], say: Callable[[str], None]) 
     Raises:
         QtoolError: something cannot be made.
     """
-    packaged, template = resolve_model(PACKAGED), packaged_file(PACKAGED)
+    packaged = resolve_model(PACKAGED)
+    template = packaged_file(MODELS_IN_PACKAGES[PACKAGED], cache_folder() / "packaged")
     recipe = f"{VERSION}:{packaged.name}:{QUANTIZE}:{RANDOM_SHAPE}"
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     folder = cache_folder() / "benchmarks" / f"{name}-{digest}"

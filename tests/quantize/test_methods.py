@@ -23,7 +23,7 @@ from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.plan import plan_schemes
 
 CALIBRATED = [name for name, method in METHODS.items() if method.needs_calibration]
-BATCHES = "qtool.quantize.workspace.BATCH_TOKENS", "qtool.calibration.walk.BATCH_TOKENS"
+BATCHES = ("qtool.calibration.walk.BATCH_TOKENS",)
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,7 @@ def test_what_was_changed_is_named_and_refused(
     _stopped(source, tmp_path / "q", 2)
     kept = _bytes(tmp_path / "q.work")
     for folder, settings, message in (
-        (source, {"group_size": 32}, "--group-size: auto there, 32 now"),
+        (source, {"group_size": 32}, "--group-size: not given there, 32 now"),
         (source, {"seed": 1}, "--seed: 0 there, 1 now"),
         (source, {"samples": 3}, "calibration tokens: "),
         (other, {}, "source: "),
