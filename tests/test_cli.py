@@ -134,7 +134,7 @@ def _infinity(model: Path) -> None:
 
 
 DAMAGE = {
-    _unknown_architecture: ("model_type='mamba'", "supported are llama"),
+    _unknown_architecture: ("model_type='mamba'", "supported are", "llama"),
     _already_quantized: ("already quantized", "gptq", "start from the original"),
     _no_config: ("config.json is missing",),
     _damaged_config: ("config.json cannot be read as JSON",),
