@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,35 +95,49 @@ def test_every_family_is_among_the_variants() -> None:
     assert seen == set(FAMILIES)
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    "rtn": {"group_size": "row"},
+    "awq": {"group_size": "row"},
+    "smoothquant": {},
+    "fp8": {},
+}
+
+
 @pytest.mark.parametrize(
     ("variant", "method"),
-    [*((variant, "awq") for variant in OFFLINE_VARIANTS), ("mixtral", "rtn"), ("phi3", "rtn")],
+    [
+        *((variant, name) for variant in OFFLINE_VARIANTS for name in METHODS if name != "rtn"),
+        ("mixtral", "rtn"),
+        ("phi3", "rtn"),
+    ],
 )
 def test_a_quantized_folder_has_the_hubs_names_and_runs_as_transformers_runs_its_weights(
-    variant: str, method: str, model_factory: Callable[..., Path], tmp_path: Path
+    variant: str,
+    method: str,
+    model_factory: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, out = model_factory(**OFFLINE_VARIANTS[variant]), tmp_path / "q"
-    options = QuantizeOptions(
-        method=method,
-        group_size="row",
-        calibration=(__file__,),
-        samples=2,
-        seq_len=32,
-        device="cpu",
-    )
+    data = {"calibration": (__file__,), "samples": 2, "seq_len": 32}
+    options = QuantizeOptions(method=method, device="cpu", **data, **METHODS[method])
     report = quantize_model(folder, out, options)
     with CheckpointReader(folder) as reader:
         family, config = find_family(reader.config), reader.config
     assert len(report.modules) == len(family.linears) * config["num_hidden_layers"]
     _write_dequantized(out, folder, tmp_path / "plain")
     ids = token_ids(40)
-    actual = run_whole(load_model(out, REFERENCE).decoder, ids)
-    assert relative_error(actual, ref_logits(tmp_path / "plain", ids)) < 1e-4
+    with monkeypatch.context() as patch:
+        patch.setattr("qtool.runtime.kernels.reference.round_input", lambda x, *_: x)
+        exact = run_whole(load_model(out, REFERENCE).decoder, ids)
+    assert relative_error(exact, ref_logits(tmp_path / "plain", ids)) < 1e-4
     # With activations rounded to 8 bits. Where that moves a token to another expert, its row is
-    # another; so the bound is for the middle row. A tiny random model makes much of any noise.
-    native = run_whole(load_model(out, NATIVE).decoder, ids)
-    errors = (native - actual).norm(dim=1) / actual.norm(dim=1)
-    assert float(errors.median()) < 0.08
+    # another; so the bound is for the middle row. A tiny random model makes much of any noise: FP8's
+    # 3 bits of fraction give .04 to .14, and .23 behind Gemma 3's norms of queries and keys.
+    for rounding in (NATIVE, REFERENCE) if method in ("smoothquant", "fp8") else (NATIVE,):
+        rounded = run_whole(load_model(out, rounding).decoder, ids)
+        errors = (rounded - exact).norm(dim=1) / exact.norm(dim=1)
+        assert 0 < float(errors.median()) < (0.3 if method == "fp8" else 0.08)
 
 
 def _write_dequantized(quantized: Path, original: Path, out: Path) -> None:
