@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool.calibration.families import ModelFamily
-from qtool.calibration.walk import Walk, build_on_meta, load_weights
+from qtool.calibration.meta_model import build_on_meta, load_weights
+from qtool.calibration.walk import Walk
 from qtool.formats.checkpoint import CheckpointReader
 
 

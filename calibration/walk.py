@@ -21,18 +21,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from qtool.calibration.experts import use_hub_names
-from qtool.calibration.families import FAMILIES, ModelFamily
+from qtool.calibration.families import ModelFamily
+from qtool.calibration.meta_model import build_on_meta, load_weights, release_weights
 from qtool.calibration.observers import AbsMax, Observer
-from qtool.calibration.weights import read_weight
-from qtool.errors import CalibrationError, ModelError
+from qtool.errors import CalibrationError
 from qtool.formats.checkpoint import CheckpointReader
 
 # Tokens in one forward pass: enough for full speed on 2 cores, while the widest activation
@@ -299,60 +296,6 @@ def _feed(observers: Sequence[Observer]) -> Callable[[nn.Module, tuple[Any, ...]
             observer.update(args[0].flatten(0, -2))
 
     return hook
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """``torch.empty`` allocates on meta: parameters take no memory, computed buffers are real.
-
-    A plain ``torch.device("meta")`` would also lose the rotary tables, which no checkpoint holds.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-def build_on_meta(folder: Path) -> nn.Module:
-    """The transformers model of a folder: parameters on meta, buffers real, float32, for inference.
-
-    Raises:
-        ModelError: the config is not one transformers can build.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with _EmptyOnMeta():
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}: transformers cannot build this model ({error})") from None
-    if family := FAMILIES.get(config.model_type):
-        use_hub_names(model, family)
-    release_weights(model)
-    return model.eval().requires_grad_(False)
-
-
-def load_weights(
-    module: nn.Module, prefix: str, reader: CheckpointReader, device: torch.device
-) -> None:
-    """Read a module's parameters and persistent buffers from the checkpoint, in float32."""
-    names = module.state_dict().keys()
-    weights = {name: read_weight(reader, f"{prefix}.{name}", device) for name in names}
-    module.load_state_dict(weights, assign=True)
-
-
-def release_weights(module: nn.Module) -> None:
-    """Give the memory of all parameters back."""
-    weights = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
-    module.load_state_dict(weights, assign=True)
 
 
 def _capture_first_inputs(

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from qtool.calibration.families import FAMILIES, find_family, head_dim
-from qtool.calibration.walk import build_on_meta
+from qtool.calibration.meta_model import build_on_meta
 from qtool.errors import ModelError
 from qtool.formats.checkpoint import read_json
 from support.offline import OFFLINE_VARIANTS

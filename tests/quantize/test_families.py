@@ -21,7 +21,7 @@ from qtool.calibration.families import (
     head_dim,
     value_channels,
 )
-from qtool.calibration.walk import load_weights
+from qtool.calibration.meta_model import load_weights
 from qtool.errors import ModelError
 from qtool.formats.checkpoint import CheckpointReader, CheckpointWriter
 from qtool.formats.tensor import QuantizedTensor

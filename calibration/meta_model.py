@@ -1,0 +1,71 @@
+"""A transformers model without its weights, whose parts are given theirs and give them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from qtool.calibration.experts import use_hub_names
+from qtool.calibration.families import FAMILIES
+from qtool.calibration.weights import read_weight
+from qtool.errors import ModelError
+from qtool.formats.checkpoint import CheckpointReader
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """``torch.empty`` allocates on meta: parameters take no memory, computed buffers are real.
+
+    A plain ``torch.device("meta")`` would also lose the rotary tables, which no checkpoint holds.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def build_on_meta(folder: Path) -> nn.Module:
+    """The transformers model of a folder: parameters on meta, buffers real, float32, for inference.
+
+    Raises:
+        ModelError: the config is not one transformers can build.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with _EmptyOnMeta():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}: transformers cannot build this model ({error})") from None
+    if family := FAMILIES.get(config.model_type):
+        use_hub_names(model, family)
+    release_weights(model)
+    return model.eval().requires_grad_(False)
+
+
+def load_weights(
+    module: nn.Module, prefix: str, reader: CheckpointReader, device: torch.device
+) -> None:
+    """Read a module's parameters and persistent buffers from the checkpoint, in float32."""
+    names = module.state_dict().keys()
+    weights = {name: read_weight(reader, f"{prefix}.{name}", device) for name in names}
+    module.load_state_dict(weights, assign=True)
+
+
+def release_weights(module: nn.Module) -> None:
+    """Give the memory of all parameters back."""
+    weights = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+    module.load_state_dict(weights, assign=True)
