@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include "attention_matrix.h"
 #include "pool.h"
 #include "softmax.h"
 
@@ -9,6 +10,9 @@ namespace {
 struct Queries {
   alignas(64) float rows[ROWS * ROW_STRIDE];  // items: scaled floats, or pairs of integers
   IntegerRow integers[ROWS];
+#if defined(QT_AMX)
+  Planes planes;
+#endif
 };
 
 void put_float_row(const float* x, int D, float scale, float* items) {
@@ -44,7 +48,8 @@ class Work {
         rows_(rows),
         D_(int(layer.shape->head_dim)),
         count_(item.tokens * item.heads),
-        position_(layer.spans[item.span].context - layer.spans[item.span].length + item.first) {
+        position_(layer.spans[item.span].context - layer.spans[item.span].length + item.first),
+        by_matrix_(KIND == KV_INT8 && matrix_unit_attends(*layer.shape, count_)) {
     load_queries();
   }
 
@@ -62,24 +67,12 @@ class Work {
     const uint8_t* tiles[SPLIT_TILES] = {};
     for (int t = begin / TILE; t * TILE < end; t++)
       tiles[t] = layer_.tile(item_.span, start + t * TILE, item_.kv_head);
-    Words words;
     alignas(64) float scores[ROWS * ROW_STRIDE];
-    find_keys(tiles, begin, end, words);
-    multiply<KIND>(words, count_, queries_.rows, scores + begin);
+    multiply_keys(tiles, begin, end, scores + begin);
     RowWeights weights[ROWS];
-    for (int r = 0; r < count_; r++) {
-      const int token = r / item_.heads;
-      const Seen seen = {int(std::max<int64_t>(lowest(token) - start, 0)),
-                         int(std::min<int64_t>(position_ + token - start, SPLIT))};
-      float* row = scores + r * ROW_STRIDE;
-      if constexpr (KIND == KV_INT8)
-        weights[r] = soften_int8(tiles, seen, begin, whole(end), queries_.integers[r], row);
-      else
-        weights[r] = soften(seen, begin, whole(end), row);
-      out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
-    }
-    find_values(tiles, begin, end, words);
-    multiply<KIND>(words, count_, scores + begin / Stored<KIND>::PER_ITEM, out.out);
+    soften_rows(tiles, start, begin, end, scores, weights);
+    for (int r = 0; r < count_; r++) out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
+    multiply_values(tiles, begin, end, scores + begin / Stored<KIND>::PER_ITEM, out.out);
     if constexpr (KIND == KV_INT8) to_floats(weights, out);
   }
 
@@ -133,7 +126,73 @@ class Work {
         queries_.integers[r] = put_integer_row(x, D_, layer_.scale, items);
       else
         put_float_row(x, D_, layer_.scale, items);
+#if defined(QT_AMX)
+      if (by_matrix_) split_row(items, D_, queries_.planes.high[r], queries_.planes.low[r]);
+#endif
     }
+  }
+
+  Seen seen(int r, int64_t start) const {
+    const int token = r / item_.heads;
+    return {int(std::max<int64_t>(lowest(token) - start, 0)),
+            int(std::min<int64_t>(position_ + token - start, SPLIT))};
+  }
+
+  void soften_rows(const uint8_t* const* tiles, int64_t start, int begin, int end, float* scores,
+                   RowWeights* weights) const {
+    const int last = whole(end);
+    if constexpr (KIND == KV_INT8) {
+      Highest tops[ROWS];
+      for (int r = 0; r < count_; r++)
+        tops[r] = score_int8(tiles, seen(r, start), begin, last, queries_.integers[r],
+                             scores + r * ROW_STRIDE);
+      for (int r = 0; r < count_; r++)
+        weights[r] = soften_int8(tiles, seen(r, start), begin, last, tops[r],
+                                 scores + r * ROW_STRIDE);
+    } else {
+      for (int r = 0; r < count_; r++)
+        weights[r] = soften(seen(r, start), begin, last, scores + r * ROW_STRIDE);
+    }
+  }
+
+  void multiply_keys(const uint8_t* const* tiles, int begin, int end, float* out) const {
+#if defined(QT_AMX)
+    if (by_matrix_) {
+      MatrixWords words = {{}, TILE * TILE_BYTES, TILE * sizeof(float), whole(end - begin) / TILE,
+                           pieces_of(D_)};
+      for (int b = 0; b < words.count; b++)
+        words.blocks[b] = tiles[begin / TILE + b] + Stored<KV_INT8>::HEADER;
+      return multiply_matrix(words, count_, queries_.planes, out);
+    }
+#endif
+    Words words;
+    find_keys(tiles, begin, end, words);
+    multiply<KIND>(words, count_, queries_.rows, out);
+  }
+
+  void multiply_values(const uint8_t* const* tiles, int begin, int end, const float* weights,
+                       float* out) const {
+#if defined(QT_AMX)
+    if (by_matrix_) {
+      Planes planes;
+      for (int r = 0; r < count_; r++)
+        split_row(weights + r * ROW_STRIDE, whole(end - begin), planes.high[r], planes.low[r]);
+      // In one piece, because a tile register has the rows of four tiles. What is beyond the last
+      // token is any bytes, and has weights of 0.
+      alignas(64) uint8_t values[SPLIT * MAX_HEAD_DIM];
+      const int bytes = D_ * TILE;
+      for (int t = begin / TILE; t * TILE < end; t++)
+        std::memcpy(values + (t - begin / TILE) * bytes, tiles[t] + Stored<KV_INT8>::HEADER + bytes,
+                    bytes);
+      MatrixWords words = {{}, D_ * TILE_BYTES, D_ * int(sizeof(float)), D_ / TILE,
+                           pieces_of(end - begin)};
+      for (int b = 0; b < words.count; b++) words.blocks[b] = values + b * TILE_BYTES;
+      return multiply_matrix(words, count_, planes, out);
+    }
+#endif
+    Words words;
+    find_values(tiles, begin, end, words);
+    multiply<KIND>(words, count_, weights, out);
   }
 
   // Columns are tokens from `begin` on, items the dimensions.
@@ -166,7 +225,7 @@ class Work {
     for (int r = 0; r < count_; r++)
       for (int d = 0; d < D_; d += WIDTH) {
         float* at = out.out + r * ROW_STRIDE + d;
-        const vf value = to_float(load_vector<vi>(at) + weights[r].offset);
+        const vf value = to_float(load_vector<vi>(at));
         store_vector(at, multiply_add(value, spread(weights[r].scale), spread(weights[r].middle)));
       }
   }
@@ -176,6 +235,7 @@ class Work {
   const AttentionRows& rows_;
   const int D_, count_;
   const int64_t position_;  // of the first token
+  const bool by_matrix_;
   Queries queries_;
 };
 
@@ -205,6 +265,30 @@ void run(const AttentionLayer& layer, AttentionPlan& plan, Unit unit, const Atte
 }
 
 }  // namespace
+
+#if defined(QT_AMX)
+
+AttentionUnit::AttentionUnit(const KvShape& shape, int most_rows)
+    : used_(matrix_unit_attends(shape, most_rows)) {
+  if (!used_) return;
+  TileConfig config = {};
+  config.palette = 1;
+  for (int tile = 0; tile < 8; tile++)
+    config.rows[tile] = MATRIX_ROWS, config.bytes_a_row[tile] = TILE_BYTES;
+  configure_tiles(config);
+}
+
+AttentionUnit::~AttentionUnit() {
+  if (used_) release_tiles();
+}
+
+#else
+
+AttentionUnit::AttentionUnit(const KvShape&, int) : used_(false) {}
+
+AttentionUnit::~AttentionUnit() = default;
+
+#endif
 
 void attend_unit(const AttentionLayer& layer, AttentionPlan& plan, Unit unit,
                  const AttentionRows& rows) {

@@ -13,7 +13,11 @@
 
 namespace qt {
 
+#if defined(QT_AMX)
+constexpr int ROWS = 16;  // of the matrix unit's tiles
+#else
 constexpr int ROWS = 12;
+#endif
 constexpr int SPLIT = 128;
 constexpr int SPLIT_TILES = SPLIT / TILE;
 // Floats from one row to the next in every buffer of rows: a constant, so that the address of a
@@ -51,6 +55,7 @@ struct AttentionPlan {
   std::vector<Item> items;
   std::vector<Unit> units;
   std::vector<Partial> partials;
+  int most_rows;  // of an item
   std::vector<std::atomic<int>> finished;  // splits of an item, over all layers
 };
 
@@ -58,6 +63,7 @@ inline void plan_attention(AttentionPlan& plan, const Span* spans, int num_spans
                            int num_kv_heads, int num_threads) {
   plan.items.clear();
   plan.units.clear();
+  plan.most_rows = 0;
   const int group = num_heads / num_kv_heads, heads = std::min(group, ROWS), tokens = ROWS / heads;
   for (int kv = 0; kv < num_kv_heads; kv++)
     for (int h = 0; h < group; h += heads)
@@ -67,6 +73,7 @@ inline void plan_attention(AttentionPlan& plan, const Span* spans, int num_spans
           const int seen = int(spans[s].context - spans[s].length) + first + count;
           plan.items.push_back({s, first, count, kv, kv * group + h, std::min(heads, group - h),
                                 (seen + SPLIT - 1) / SPLIT, -1});
+          plan.most_rows = std::max(plan.most_rows, count * plan.items.back().heads);
         }
   // Long items first, so that no thread is left with one at the end.
   std::stable_sort(plan.items.begin(), plan.items.end(),
