@@ -68,12 +68,22 @@ class Work {
     for (int t = begin / TILE; t * TILE < end; t++)
       tiles[t] = layer_.tile(item_.span, start + t * TILE, item_.kv_head);
     alignas(64) float scores[ROWS * ROW_STRIDE];
-    multiply_keys(tiles, begin, end, scores + begin);
     RowWeights weights[ROWS];
-    soften_rows(tiles, start, begin, end, scores, weights);
-    for (int r = 0; r < count_; r++) out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
-    multiply_values(tiles, begin, end, scores + begin / Stored<KIND>::PER_ITEM, out.out);
-    if constexpr (KIND == KV_INT8) to_floats(weights, out);
+    const Part part = {tiles, start, begin, end};
+#if defined(QT_AMX)
+    if (by_matrix_) {
+      MatrixSums sums;
+      multiply_keys(part, D_, queries_.planes, sums);
+      soften_rows(part, [&](int r, int t) { return sums.of(r, (t - begin) / TILE); }, scores, weights);
+      multiply_values(part, D_, count_, scores + begin / 2, sums);
+      return put_result(weights, [&](int r, int d) { return sums.of(r, d / WIDTH); }, out);
+    }
+#endif
+    multiply<KIND>(find_keys<KIND>(part, D_), count_, queries_.rows, scores + begin);
+    soften_rows(part, in_rows(scores), scores, weights);
+    multiply<KIND>(find_values<KIND>(part, D_), count_, scores + begin / Stored<KIND>::PER_ITEM,
+                   out.out);
+    put_result(weights, in_rows(out.out), out);
   }
 
   // Adds `part`, the next split, to `into`. Not inlined, as all callers must get the same bits: of
@@ -105,7 +115,6 @@ class Work {
   }
 
  private:
-  static int whole(int tokens) { return (tokens + TILE - 1) / TILE * TILE; }
   int64_t row(int r) const { return layer_.spans[item_.span].start + item_.first + r / item_.heads; }
   int head(int r) const { return item_.head + r % item_.heads; }
   int64_t lowest(int token) const {
@@ -138,96 +147,40 @@ class Work {
             int(std::min<int64_t>(position_ + token - start, SPLIT))};
   }
 
-  void soften_rows(const uint8_t* const* tiles, int64_t start, int begin, int end, float* scores,
-                   RowWeights* weights) const {
-    const int last = whole(end);
+  static auto in_rows(const float* sums) {
+    return [sums](int r, int i) { return load_vector<vi>(sums + r * ROW_STRIDE + i); };
+  }
+
+  // Scores to weights, in place but for integers, which are sums(row, token).
+  template <class Sums>
+  void soften_rows(const Part& part, Sums sums, float* scores, RowWeights* weights) const {
+    const int last = part.last();
     if constexpr (KIND == KV_INT8) {
       Highest tops[ROWS];
       for (int r = 0; r < count_; r++)
-        tops[r] = score_int8(tiles, seen(r, start), begin, last, queries_.integers[r],
+        tops[r] = score_int8(part.tiles, seen(r, part.start), part.begin, last,
+                             queries_.integers[r], [&](int t) { return sums(r, t); },
                              scores + r * ROW_STRIDE);
       for (int r = 0; r < count_; r++)
-        weights[r] = soften_int8(tiles, seen(r, start), begin, last, tops[r],
+        weights[r] = soften_int8(part.tiles, seen(r, part.start), part.begin, last, tops[r],
                                  scores + r * ROW_STRIDE);
     } else {
       for (int r = 0; r < count_; r++)
-        weights[r] = soften(seen(r, start), begin, last, scores + r * ROW_STRIDE);
+        weights[r] = soften(seen(r, part.start), part.begin, last, scores + r * ROW_STRIDE);
     }
   }
 
-  void multiply_keys(const uint8_t* const* tiles, int begin, int end, float* out) const {
-#if defined(QT_AMX)
-    if (by_matrix_) {
-      MatrixWords words = {{}, TILE * TILE_BYTES, TILE * sizeof(float), whole(end - begin) / TILE,
-                           pieces_of(D_)};
-      for (int b = 0; b < words.count; b++)
-        words.blocks[b] = tiles[begin / TILE + b] + Stored<KV_INT8>::HEADER;
-      return multiply_matrix(words, count_, queries_.planes, out);
+  // Integers are sums(row, dimension); floats are there.
+  template <class Sums>
+  void put_result(const RowWeights* weights, Sums sums, Partial& out) const {
+    for (int r = 0; r < count_; r++) {
+      out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
+      if constexpr (KIND == KV_INT8)
+        for (int d = 0; d < D_; d += WIDTH)
+          store_vector(out.out + r * ROW_STRIDE + d,
+                       multiply_add(to_float(sums(r, d)), spread(weights[r].scale),
+                                    spread(weights[r].middle)));
     }
-#endif
-    Words words;
-    find_keys(tiles, begin, end, words);
-    multiply<KIND>(words, count_, queries_.rows, out);
-  }
-
-  void multiply_values(const uint8_t* const* tiles, int begin, int end, const float* weights,
-                       float* out) const {
-#if defined(QT_AMX)
-    if (by_matrix_) {
-      Planes planes;
-      for (int r = 0; r < count_; r++)
-        split_row(weights + r * ROW_STRIDE, whole(end - begin), planes.high[r], planes.low[r]);
-      // In one piece, because a tile register has the rows of four tiles. What is beyond the last
-      // token is any bytes, and has weights of 0.
-      alignas(64) uint8_t values[SPLIT * MAX_HEAD_DIM];
-      const int bytes = D_ * TILE;
-      for (int t = begin / TILE; t * TILE < end; t++)
-        std::memcpy(values + (t - begin / TILE) * bytes, tiles[t] + Stored<KV_INT8>::HEADER + bytes,
-                    bytes);
-      MatrixWords words = {{}, D_ * TILE_BYTES, D_ * int(sizeof(float)), D_ / TILE,
-                           pieces_of(end - begin)};
-      for (int b = 0; b < words.count; b++) words.blocks[b] = values + b * TILE_BYTES;
-      return multiply_matrix(words, count_, planes, out);
-    }
-#endif
-    Words words;
-    find_values(tiles, begin, end, words);
-    multiply<KIND>(words, count_, weights, out);
-  }
-
-  // Columns are tokens from `begin` on, items the dimensions.
-  void find_keys(const uint8_t* const* tiles, int begin, int end, Words& words) const {
-    using S = Stored<KIND>;
-    words.items = D_ / S::PER_ITEM;
-    words.vectors = whole(end - begin) / WIDTH;
-    const uint8_t* first = tiles[begin / TILE];
-    for (int s = 0; s < words.items / S::PARTS; s++)
-      words.steps[s] = first + S::HEADER + s * TILE * sizeof(float);
-    for (int v = 0; v < words.vectors; v++)
-      words.columns[v] = tiles[begin / TILE + v / TILE_VECTORS] - first +
-                         v % TILE_VECTORS * VECTOR_BYTES;
-  }
-
-  // Columns are the dimensions, items the tokens from `begin` to `end`. None beyond: what is not the
-  // sequence's own may be NaN, and weights of 0 do not hide a NaN.
-  void find_values(const uint8_t* const* tiles, int begin, int end, Words& words) const {
-    using S = Stored<KIND>;
-    constexpr int NEIGHBOURS = S::PARTS * S::PER_ITEM;
-    words.items = (end - begin + S::PER_ITEM - 1) / S::PER_ITEM;
-    words.vectors = D_ / WIDTH;
-    for (int t = begin, s = 0; t < end; t += NEIGHBOURS, s++)
-      words.steps[s] = tiles[t / TILE] + S::HEADER +
-                       (D_ * TILE / NEIGHBOURS + t % TILE / NEIGHBOURS * D_) * sizeof(float);
-    for (int v = 0; v < words.vectors; v++) words.columns[v] = v * VECTOR_BYTES;
-  }
-
-  void to_floats(const RowWeights* weights, Partial& out) const {
-    for (int r = 0; r < count_; r++)
-      for (int d = 0; d < D_; d += WIDTH) {
-        float* at = out.out + r * ROW_STRIDE + d;
-        const vf value = to_float(load_vector<vi>(at));
-        store_vector(at, multiply_add(value, spread(weights[r].scale), spread(weights[r].middle)));
-      }
   }
 
   const AttentionLayer& layer_;

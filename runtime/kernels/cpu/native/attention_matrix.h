@@ -62,18 +62,32 @@ struct MatrixWords {
   int count, pieces;
 };
 
+// Sums of MATRIX_ROWS rows by 16 columns, for each block of columns and plane.
+struct MatrixSums {
+  alignas(64) int32_t blocks[MAX_HEAD_DIM / 16][2][MATRIX_ROWS * WIDTH];
+
+  QT_INLINE vi of(int row, int block) const {
+    const vi high = load_vector<vi>(blocks[block][0] + row * WIDTH);
+    return (high << 8) + load_vector<vi>(blocks[block][1] + row * WIDTH);
+  }
+};
+
 // Numbers of tile registers.
 enum { HIGH_SUMS, LOW_SUMS, HIGH_SUMS_2, LOW_SUMS_2, HIGH, LOW, COLUMNS, COLUMNS_2 };
 
-// out = the first `rows` rows times column blocks b and, with PAIR, b + 1.
-template <bool PAIR>
-static QT_INLINE void multiply_blocks(const MatrixWords& words, int b, int rows, const Planes& x,
-                                      int32_t* out) {
+static QT_INLINE void load_planes(const Planes& x, int piece) {
+  load_tile<HIGH>(x.high[0] + piece * TILE_BYTES, MAX_HEAD_DIM);
+  load_tile<LOW>(x.low[0] + piece * TILE_BYTES, MAX_HEAD_DIM);
+}
+
+// Column blocks b and, with PAIR, b + 1. With ONE_PIECE the planes are loaded.
+template <bool PAIR, bool ONE_PIECE>
+static QT_INLINE void multiply_blocks(const MatrixWords& words, int b, const Planes& x,
+                                      MatrixSums& out) {
   clear_tile<HIGH_SUMS>(), clear_tile<LOW_SUMS>();
   if (PAIR) clear_tile<HIGH_SUMS_2>(), clear_tile<LOW_SUMS_2>();
-  for (int p = 0; p < words.pieces; p++) {
-    load_tile<HIGH>(x.high[0] + p * TILE_BYTES, MAX_HEAD_DIM);
-    load_tile<LOW>(x.low[0] + p * TILE_BYTES, MAX_HEAD_DIM);
+  for (int p = 0; p < (ONE_PIECE ? 1 : words.pieces); p++) {
+    if (!ONE_PIECE) load_planes(x, p);
     load_tile<COLUMNS>(words.blocks[b] + p * words.piece_bytes, words.stride);
     multiply_tiles<HIGH_SUMS, HIGH, COLUMNS>();
     multiply_unsigned_tiles<LOW_SUMS, LOW, COLUMNS>();
@@ -82,25 +96,51 @@ static QT_INLINE void multiply_blocks(const MatrixWords& words, int b, int rows,
     multiply_tiles<HIGH_SUMS_2, HIGH, COLUMNS_2>();
     multiply_unsigned_tiles<LOW_SUMS_2, LOW, COLUMNS_2>();
   }
-  alignas(64) int32_t sums[4][MATRIX_ROWS * WIDTH];
-  store_tile<HIGH_SUMS>(sums[0]), store_tile<LOW_SUMS>(sums[1]);
-  if (PAIR) store_tile<HIGH_SUMS_2>(sums[2]), store_tile<LOW_SUMS_2>(sums[3]);
-  for (int r = 0; r < rows; r++)
-    QT_UNROLL
-    for (int i = 0; i < 1 + PAIR; i++) {
-      const vi high = load_vector<vi>(sums[2 * i] + r * WIDTH);
-      const vi sum = (high << 8) + load_vector<vi>(sums[2 * i + 1] + r * WIDTH);
-      __builtin_memcpy(out + r * ROW_STRIDE + (b + i) * WIDTH, &sum, sizeof sum);
-    }
+  store_tile<HIGH_SUMS>(out.blocks[b][0]), store_tile<LOW_SUMS>(out.blocks[b][1]);
+  if (!PAIR) return;
+  store_tile<HIGH_SUMS_2>(out.blocks[b + 1][0]), store_tile<LOW_SUMS_2>(out.blocks[b + 1][1]);
 }
 
-// What multiply<KV_INT8> gives.
-QT_NOINLINE static void multiply_matrix(const MatrixWords& words, int rows, const Planes& x,
-                                        float* out) {
+template <bool ONE_PIECE>
+static QT_INLINE void multiply_all(const MatrixWords& words, const Planes& x, MatrixSums& out) {
+  if (ONE_PIECE) load_planes(x, 0);
   int b = 0;
-  auto* to = reinterpret_cast<int32_t*>(out);
-  for (; b + 2 <= words.count; b += 2) multiply_blocks<true>(words, b, rows, x, to);
-  if (b < words.count) multiply_blocks<false>(words, b, rows, x, to);
+  for (; b + 2 <= words.count; b += 2) multiply_blocks<true, ONE_PIECE>(words, b, x, out);
+  if (b < words.count) multiply_blocks<false, ONE_PIECE>(words, b, x, out);
+}
+
+// Every block, and the planes put together only as they are read: the unit takes 50 cycles for a
+// product, and would wait for itself.
+QT_NOINLINE static void multiply_matrix(const MatrixWords& words, const Planes& x, MatrixSums& out) {
+  words.pieces == 1 ? multiply_all<true>(words, x, out) : multiply_all<false>(words, x, out);
+}
+
+// Sums [rows][tokens] of queries times keys.
+static void multiply_keys(const Part& part, int head_dim, const Planes& queries, MatrixSums& out) {
+  MatrixWords words = {{}, TILE * TILE_BYTES, TILE * sizeof(float),
+                       (part.last() - part.begin) / TILE, pieces_of(head_dim)};
+  for (int b = 0; b < words.count; b++)
+    words.blocks[b] = part.tiles[part.begin / TILE + b] + Stored<KV_INT8>::HEADER;
+  multiply_matrix(words, queries, out);
+}
+
+// Sums [rows][dimensions] of weights, ROW_STRIDE floats apart, times values.
+static void multiply_values(const Part& part, int head_dim, int rows, const float* weights,
+                            MatrixSums& out) {
+  Planes planes;
+  const int tokens = part.last() - part.begin, bytes = head_dim * TILE;
+  for (int r = 0; r < rows; r++)
+    split_row(weights + r * ROW_STRIDE, tokens, planes.high[r], planes.low[r]);
+  // In one piece, because a tile register has the rows of four tiles. What is beyond the last token
+  // is any bytes, and has weights of 0.
+  alignas(64) uint8_t values[SPLIT * MAX_HEAD_DIM];
+  for (int t = 0; t < tokens / TILE; t++)
+    std::memcpy(values + t * bytes,
+                part.tiles[part.begin / TILE + t] + Stored<KV_INT8>::HEADER + bytes, bytes);
+  MatrixWords words = {{}, head_dim * TILE_BYTES, head_dim * int64_t(sizeof(float)),
+                       head_dim / TILE, pieces_of(tokens)};
+  for (int b = 0; b < words.count; b++) words.blocks[b] = values + b * TILE_BYTES;
+  multiply_matrix(words, planes, out);
 }
 
 #else
