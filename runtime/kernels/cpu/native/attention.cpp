@@ -74,6 +74,7 @@ class Work {
     if (by_matrix_) {
       MatrixSums sums;
       multiply_keys(part, D_, queries_.planes, sums);
+      fetch_values(part, D_);
       soften_rows(part, [&](int r, int t) { return sums.of(r, (t - begin) / TILE); }, scores, weights);
       multiply_values(part, D_, count_, scores + begin / 2, sums);
       return put_result(weights, [&](int r, int d) { return sums.of(r, d / WIDTH); }, out);
@@ -109,8 +110,9 @@ class Work {
     for (int r = 0; r < count_; r++) {
       float* to = rows_.out + row(r) * rows_.out_stride + head(r) * D_;
       const float* from = result.out + r * ROW_STRIDE;
+      const float inverse = 1 / result.weight[r];
       for (int d = 0; d < D_; d += WIDTH)
-        store_vector(to + d, load_vector<vf>(from + d) / result.weight[r]);
+        store_vector(to + d, load_vector<vf>(from + d) * inverse);
     }
   }
 

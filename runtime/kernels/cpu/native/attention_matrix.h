@@ -124,6 +124,14 @@ static void multiply_keys(const Part& part, int head_dim, const Planes& queries,
   multiply_matrix(words, queries, out);
 }
 
+// Into the L1 cache, while weights are computed.
+static void fetch_values(const Part& part, int head_dim) {
+  const int bytes = head_dim * TILE;
+  for (int t = part.begin / TILE; t < part.last() / TILE; t++)
+    for (int i = 0; i < bytes; i += 64)
+      __builtin_prefetch(part.tiles[t] + Stored<KV_INT8>::HEADER + bytes + i);
+}
+
 // Sums [rows][dimensions] of weights, ROW_STRIDE floats apart, times values.
 static void multiply_values(const Part& part, int head_dim, int rows, const float* weights,
                             MatrixSums& out) {

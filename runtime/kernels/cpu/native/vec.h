@@ -7,6 +7,10 @@
 #include <cstring>
 #include <type_traits>
 
+#if defined(__AVX512DQ__)
+#include <immintrin.h>
+#endif
+
 namespace qt {
 
 typedef float f32x16 __attribute__((vector_size(64)));
@@ -36,6 +40,10 @@ static QT_INLINE i32x16 lane_numbers() {
 }
 template <class F>
 static QT_INLINE F max(F a, F b) { return a > b ? a : b; }
+#if defined(__AVX512DQ__)
+// The same in one instruction, where gcc 12 takes a comparison and a blend.
+static QT_INLINE f32x16 max(f32x16 a, f32x16 b) { return _mm512_max_ps(a, b); }
+#endif
 static QT_INLINE f32x16 abs(f32x16 a) { return (f32x16)((u32x16)a & 0x7fffffffu); }
 
 // Halves onto halves: always the same tree, so that a sum has the same bits everywhere.
@@ -47,6 +55,13 @@ static QT_INLINE auto fold(F v, Join join) {
     typedef typename std::remove_reference<decltype(v[0])>::type Element;
     typedef Element Half __attribute__((vector_size(sizeof v / 2)));
     Half low, high;
+#if defined(__AVX512DQ__)
+    if constexpr (sizeof v == 64) {  // gcc 12 takes a way through memory
+      low = (Half)_mm512_castps512_ps256((__m512)v);
+      high = (Half)_mm512_extractf32x8_ps((__m512)v, 1);
+      return fold(join(low, high), join);
+    }
+#endif
     __builtin_memcpy(&low, &v, sizeof low);
     __builtin_memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
     return fold(join(low, high), join);
