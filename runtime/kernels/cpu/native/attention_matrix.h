@@ -29,7 +29,8 @@ inline int pieces_of(int neighbours) { return (neighbours + TILE_BYTES - 1) / TI
 
 // Rows of 16-bit integers in two planes of bytes, zeros up to whole tile registers.
 struct Planes {
-  alignas(64) uint8_t high[MATRIX_ROWS][MAX_HEAD_DIM], low[MATRIX_ROWS][MAX_HEAD_DIM];
+  static constexpr int STRIDE = MAX_HEAD_DIM + 64;  // as ROW_STRIDE, an odd number of cache lines
+  alignas(64) uint8_t high[MATRIX_ROWS][STRIDE], low[MATRIX_ROWS][STRIDE];
 };
 
 // `integers` [count], a multiple of 16, in the order of a stored word's bytes.
@@ -76,8 +77,8 @@ struct MatrixSums {
 enum { HIGH_SUMS, LOW_SUMS, HIGH_SUMS_2, LOW_SUMS_2, HIGH, LOW, COLUMNS, COLUMNS_2 };
 
 static QT_INLINE void load_planes(const Planes& x, int piece) {
-  load_tile<HIGH>(x.high[0] + piece * TILE_BYTES, MAX_HEAD_DIM);
-  load_tile<LOW>(x.low[0] + piece * TILE_BYTES, MAX_HEAD_DIM);
+  load_tile<HIGH>(x.high[0] + piece * TILE_BYTES, Planes::STRIDE);
+  load_tile<LOW>(x.low[0] + piece * TILE_BYTES, Planes::STRIDE);
 }
 
 // Column blocks b and, with PAIR, b + 1. With ONE_PIECE the planes are loaded.

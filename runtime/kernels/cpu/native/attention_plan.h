@@ -21,8 +21,9 @@ constexpr int ROWS = 12;
 constexpr int SPLIT = 128;
 constexpr int SPLIT_TILES = SPLIT / TILE;
 // Floats from one row to the next in every buffer of rows: a constant, so that the address of a
-// row's number is a constant offset.
-constexpr int ROW_STRIDE = MAX_HEAD_DIM;
+// row's number is a constant offset, and an odd number of cache lines, so that rows do not fall on the
+// same sets of the cache.
+constexpr int ROW_STRIDE = MAX_HEAD_DIM + 16;
 
 struct Span {  // rows [start, start + length), the last one at position context - 1
   int64_t start, length, context;
