@@ -50,6 +50,9 @@ class Work {
         count_(item.tokens * item.heads),
         position_(layer.spans[item.span].context - layer.spans[item.span].length + item.first),
         by_matrix_(KIND == KV_INT8 && matrix_unit_attends(*layer.shape, count_)) {
+#if defined(QT_AMX)
+    if (by_matrix_) fetch(first_split());
+#endif
     load_queries();
   }
 
@@ -74,9 +77,11 @@ class Work {
     if (by_matrix_) {
       MatrixSums sums;
       multiply_keys(part, D_, queries_.planes, sums);
-      fetch_values(part, D_);
+      MatrixValues values;
+      copy_values(part, D_, values);
+      fetch(number + 1);
       soften_rows(part, [&](int r, int t) { return sums.of(r, (t - begin) / TILE); }, scores, weights);
-      multiply_values(part, D_, count_, scores + begin / 2, sums);
+      multiply_values(part, D_, count_, scores + begin / 2, values, sums);
       return put_result(weights, [&](int r, int d) { return sums.of(r, d / WIDTH); }, out);
     }
 #endif
@@ -142,6 +147,16 @@ class Work {
 #endif
     }
   }
+
+#if defined(QT_AMX)
+  // The keys of a split, if there are any, ahead of their product.
+  void fetch(int split) const {
+    const int64_t start = int64_t(split) * SPLIT;
+    const int64_t end = std::min(start + SPLIT, position_ + item_.tokens);
+    for (int64_t t = start; t < end; t += TILE)
+      fetch_keys(layer_.tile(item_.span, t, item_.kv_head), D_);
+  }
+#endif
 
   Seen seen(int r, int64_t start) const {
     const int token = r / item_.heads;

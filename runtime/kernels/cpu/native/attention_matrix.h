@@ -125,31 +125,37 @@ static void multiply_keys(const Part& part, int head_dim, const Planes& queries,
   multiply_matrix(words, queries, out);
 }
 
-// Into the L1 cache, while weights are computed.
-static void fetch_values(const Part& part, int head_dim) {
+// A split's values in one piece, because a tile register has the rows of four of their tiles. Copied
+// ahead of the weights: a register cannot be loaded from stores that have not reached the cache.
+struct MatrixValues {
+  alignas(64) uint8_t bytes[SPLIT * MAX_HEAD_DIM];
+};
+
+static void copy_values(const Part& part, int head_dim, MatrixValues& out) {
   const int bytes = head_dim * TILE;
-  for (int t = part.begin / TILE; t < part.last() / TILE; t++)
-    for (int i = 0; i < bytes; i += 64)
-      __builtin_prefetch(part.tiles[t] + Stored<KV_INT8>::HEADER + bytes + i);
+  uint8_t* to = out.bytes;
+  for (int t = part.begin / TILE; t < part.last() / TILE; t++, to += bytes)
+    std::memcpy(to, part.tiles[t] + Stored<KV_INT8>::HEADER + bytes, bytes);
 }
 
-// Sums [rows][dimensions] of weights, ROW_STRIDE floats apart, times values.
+// Sums [rows][dimensions] of weights, ROW_STRIDE floats apart, times values. What a tile has beyond
+// the last token is any bytes, and has weights of 0.
 static void multiply_values(const Part& part, int head_dim, int rows, const float* weights,
-                            MatrixSums& out) {
+                            const MatrixValues& values, MatrixSums& out) {
   Planes planes;
-  const int tokens = part.last() - part.begin, bytes = head_dim * TILE;
+  const int tokens = part.last() - part.begin;
   for (int r = 0; r < rows; r++)
     split_row(weights + r * ROW_STRIDE, tokens, planes.high[r], planes.low[r]);
-  // In one piece, because a tile register has the rows of four tiles. What is beyond the last token
-  // is any bytes, and has weights of 0.
-  alignas(64) uint8_t values[SPLIT * MAX_HEAD_DIM];
-  for (int t = 0; t < tokens / TILE; t++)
-    std::memcpy(values + t * bytes,
-                part.tiles[part.begin / TILE + t] + Stored<KV_INT8>::HEADER + bytes, bytes);
   MatrixWords words = {{}, head_dim * TILE_BYTES, head_dim * int64_t(sizeof(float)),
                        head_dim / TILE, pieces_of(tokens)};
-  for (int b = 0; b < words.count; b++) words.blocks[b] = values + b * TILE_BYTES;
+  for (int b = 0; b < words.count; b++) words.blocks[b] = values.bytes + b * TILE_BYTES;
   multiply_matrix(words, planes, out);
+}
+
+// Keys into the L1 cache: a register's 16 rows would wait for the L2 cache one after the other.
+static QT_INLINE void fetch_keys(const uint8_t* tile, int head_dim) {
+  for (int i = 0; i < head_dim * TILE; i += 64)
+    __builtin_prefetch(tile + Stored<KV_INT8>::HEADER + i);
 }
 
 #else
