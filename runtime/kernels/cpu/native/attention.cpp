@@ -73,23 +73,22 @@ class Work {
     alignas(64) float scores[ROWS * ROW_STRIDE];
     RowWeights weights[ROWS];
     const Part part = {tiles, start, begin, end};
+    float* items = scores + begin / Stored<KIND>::PER_ITEM;
 #if defined(QT_AMX)
     if (by_matrix_) {
-      MatrixSums sums;
-      multiply_keys(part, D_, queries_.planes, sums);
       MatrixValues values;
+      multiply_keys(part, D_, count_, queries_.planes, scores + begin);
       copy_values(part, D_, values);
       fetch(number + 1);
-      soften_rows(part, [&](int r, int t) { return sums.of(r, (t - begin) / TILE); }, scores, weights);
-      multiply_values(part, D_, count_, scores + begin / 2, values, sums);
-      return put_result(weights, [&](int r, int d) { return sums.of(r, d / WIDTH); }, out);
+      soften_rows(part, scores, weights);
+      multiply_values(part, D_, count_, items, values, out.out);
+      return put_result(weights, out);
     }
 #endif
     multiply<KIND>(find_keys<KIND>(part, D_), count_, queries_.rows, scores + begin);
-    soften_rows(part, in_rows(scores), scores, weights);
-    multiply<KIND>(find_values<KIND>(part, D_), count_, scores + begin / Stored<KIND>::PER_ITEM,
-                   out.out);
-    put_result(weights, in_rows(out.out), out);
+    soften_rows(part, scores, weights);
+    multiply<KIND>(find_values<KIND>(part, D_), count_, items, out.out);
+    put_result(weights, out);
   }
 
   // Adds `part`, the next split, to `into`. Not inlined, as all callers must get the same bits: of
@@ -164,20 +163,14 @@ class Work {
             int(std::min<int64_t>(position_ + token - start, SPLIT))};
   }
 
-  static auto in_rows(const float* sums) {
-    return [sums](int r, int i) { return load_vector<vi>(sums + r * ROW_STRIDE + i); };
-  }
-
-  // Scores to weights, in place but for integers, which are sums(row, token).
-  template <class Sums>
-  void soften_rows(const Part& part, Sums sums, float* scores, RowWeights* weights) const {
+  // Scores, in place to items of weights.
+  void soften_rows(const Part& part, float* scores, RowWeights* weights) const {
     const int last = part.last();
     if constexpr (KIND == KV_INT8) {
       Highest tops[ROWS];
       for (int r = 0; r < count_; r++)
         tops[r] = score_int8(part.tiles, seen(r, part.start), part.begin, last,
-                             queries_.integers[r], [&](int t) { return sums(r, t); },
-                             scores + r * ROW_STRIDE);
+                             queries_.integers[r], scores + r * ROW_STRIDE);
       for (int r = 0; r < count_; r++)
         weights[r] = soften_int8(part.tiles, seen(r, part.start), part.begin, last, tops[r],
                                  scores + r * ROW_STRIDE);
@@ -187,16 +180,15 @@ class Work {
     }
   }
 
-  // Integers are sums(row, dimension); floats are there.
-  template <class Sums>
-  void put_result(const RowWeights* weights, Sums sums, Partial& out) const {
+  void put_result(const RowWeights* weights, Partial& out) const {
     for (int r = 0; r < count_; r++) {
       out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
       if constexpr (KIND == KV_INT8)
-        for (int d = 0; d < D_; d += WIDTH)
-          store_vector(out.out + r * ROW_STRIDE + d,
-                       multiply_add(to_float(sums(r, d)), spread(weights[r].scale),
-                                    spread(weights[r].middle)));
+        for (int d = 0; d < D_; d += WIDTH) {
+          float* at = out.out + r * ROW_STRIDE + d;
+          store_vector(at, multiply_add(to_float(load_vector<vi>(at)), spread(weights[r].scale),
+                                        spread(weights[r].middle)));
+        }
     }
   }
 

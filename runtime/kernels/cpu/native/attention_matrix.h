@@ -63,14 +63,9 @@ struct MatrixWords {
   int count, pieces;
 };
 
-// Sums of MATRIX_ROWS rows by 16 columns, for each block of columns and plane.
-struct MatrixSums {
-  alignas(64) int32_t blocks[MAX_HEAD_DIM / 16][2][MATRIX_ROWS * WIDTH];
-
-  QT_INLINE vi of(int row, int block) const {
-    const vi high = load_vector<vi>(blocks[block][0] + row * WIDTH);
-    return (high << 8) + load_vector<vi>(blocks[block][1] + row * WIDTH);
-  }
+// Sums of MATRIX_ROWS rows by two blocks of 16 columns, a plane each.
+struct PairSums {
+  alignas(64) int32_t high[2][MATRIX_ROWS * WIDTH], low[2][MATRIX_ROWS * WIDTH];
 };
 
 // Numbers of tile registers.
@@ -84,7 +79,7 @@ static QT_INLINE void load_planes(const Planes& x, int piece) {
 // Column blocks b and, with PAIR, b + 1. With ONE_PIECE the planes are loaded.
 template <bool PAIR, bool ONE_PIECE>
 static QT_INLINE void multiply_blocks(const MatrixWords& words, int b, const Planes& x,
-                                      MatrixSums& out) {
+                                      PairSums& out) {
   clear_tile<HIGH_SUMS>(), clear_tile<LOW_SUMS>();
   if (PAIR) clear_tile<HIGH_SUMS_2>(), clear_tile<LOW_SUMS_2>();
   for (int p = 0; p < (ONE_PIECE ? 1 : words.pieces); p++) {
@@ -97,32 +92,49 @@ static QT_INLINE void multiply_blocks(const MatrixWords& words, int b, const Pla
     multiply_tiles<HIGH_SUMS_2, HIGH, COLUMNS_2>();
     multiply_unsigned_tiles<LOW_SUMS_2, LOW, COLUMNS_2>();
   }
-  store_tile<HIGH_SUMS>(out.blocks[b][0]), store_tile<LOW_SUMS>(out.blocks[b][1]);
-  if (!PAIR) return;
-  store_tile<HIGH_SUMS_2>(out.blocks[b + 1][0]), store_tile<LOW_SUMS_2>(out.blocks[b + 1][1]);
+  store_tile<HIGH_SUMS>(out.high[0]), store_tile<LOW_SUMS>(out.low[0]);
+  if (PAIR) store_tile<HIGH_SUMS_2>(out.high[1]), store_tile<LOW_SUMS_2>(out.low[1]);
+}
+
+// out = a pair's sums, 256 * high + low.
+static QT_INLINE void join_planes(const PairSums& sums, int rows, int blocks, float* out) {
+  for (int r = 0; r < rows; r++)
+    for (int i = 0; i < blocks; i++) {
+      const vi sum = (load_vector<vi>(sums.high[i] + r * WIDTH) << 8) +
+                     load_vector<vi>(sums.low[i] + r * WIDTH);
+      __builtin_memcpy(out + r * ROW_STRIDE + i * WIDTH, &sum, sizeof sum);
+    }
 }
 
 template <bool ONE_PIECE>
-static QT_INLINE void multiply_all(const MatrixWords& words, const Planes& x, MatrixSums& out) {
+static QT_INLINE void multiply_all(const MatrixWords& words, int rows, const Planes& x, float* out) {
+  PairSums sums[2];
   if (ONE_PIECE) load_planes(x, 0);
-  int b = 0;
-  for (; b + 2 <= words.count; b += 2) multiply_blocks<true, ONE_PIECE>(words, b, x, out);
-  if (b < words.count) multiply_blocks<false, ONE_PIECE>(words, b, x, out);
+  // Each pair is joined while the unit works on the next: a product takes it 50 cycles.
+  for (int b = 0; b < words.count + 2; b += 2) {
+    PairSums& made = sums[b / 2 % 2];
+    if (b + 2 <= words.count) multiply_blocks<true, ONE_PIECE>(words, b, x, made);
+    else if (b < words.count) multiply_blocks<false, ONE_PIECE>(words, b, x, made);
+    if (b) join_planes(sums[b / 2 % 2 ^ 1], rows, std::min(words.count - b + 2, 2),
+                       out + (b - 2) * WIDTH);
+  }
 }
 
-// Every block, and the planes put together only as they are read: the unit takes 50 cycles for a
-// product, and would wait for itself.
-QT_NOINLINE static void multiply_matrix(const MatrixWords& words, const Planes& x, MatrixSums& out) {
-  words.pieces == 1 ? multiply_all<true>(words, x, out) : multiply_all<false>(words, x, out);
+// What multiply<KV_INT8>() gives.
+QT_NOINLINE static void multiply_matrix(const MatrixWords& words, int rows, const Planes& x,
+                                        float* out) {
+  words.pieces == 1 ? multiply_all<true>(words, rows, x, out)
+                    : multiply_all<false>(words, rows, x, out);
 }
 
 // Sums [rows][tokens] of queries times keys.
-static void multiply_keys(const Part& part, int head_dim, const Planes& queries, MatrixSums& out) {
+static void multiply_keys(const Part& part, int head_dim, int rows, const Planes& queries,
+                          float* out) {
   MatrixWords words = {{}, TILE * TILE_BYTES, TILE * sizeof(float),
                        (part.last() - part.begin) / TILE, pieces_of(head_dim)};
   for (int b = 0; b < words.count; b++)
     words.blocks[b] = part.tiles[part.begin / TILE + b] + Stored<KV_INT8>::HEADER;
-  multiply_matrix(words, queries, out);
+  multiply_matrix(words, rows, queries, out);
 }
 
 // A split's values in one piece, because a tile register has the rows of four of their tiles. Copied
@@ -141,7 +153,7 @@ static void copy_values(const Part& part, int head_dim, MatrixValues& out) {
 // Sums [rows][dimensions] of weights, ROW_STRIDE floats apart, times values. What a tile has beyond
 // the last token is any bytes, and has weights of 0.
 static void multiply_values(const Part& part, int head_dim, int rows, const float* weights,
-                            const MatrixValues& values, MatrixSums& out) {
+                            const MatrixValues& values, float* out) {
   Planes planes;
   const int tokens = part.last() - part.begin;
   for (int r = 0; r < rows; r++)
@@ -149,7 +161,7 @@ static void multiply_values(const Part& part, int head_dim, int rows, const floa
   MatrixWords words = {{}, head_dim * TILE_BYTES, head_dim * int64_t(sizeof(float)),
                        head_dim / TILE, pieces_of(tokens)};
   for (int b = 0; b < words.count; b++) words.blocks[b] = values.bytes + b * TILE_BYTES;
-  multiply_matrix(words, planes, out);
+  multiply_matrix(words, rows, planes, out);
 }
 
 // Keys into the L1 cache: a register's 16 rows would wait for the L2 cache one after the other.

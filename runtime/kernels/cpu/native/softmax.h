@@ -84,18 +84,17 @@ struct Highest {
   float score, step;  // the step of a value
 };
 
-// Scores from load(token), integers. Apart from the weights, because they wait for the highest score:
-// meanwhile the processor computes the next row's.
-template <class Load>
+// Integer scores [SPLIT], in place to floats. Apart from the weights, because they wait for the highest
+// score: meanwhile the processor computes the next row's.
 QT_NOINLINE static Highest score_int8(const uint8_t* const* tiles, Seen seen, int begin, int end,
-                                      const IntegerRow& query, Load load, float* scores) {
+                                      const IntegerRow& query, float* scores) {
   vf tops = spread(NEVER), most{};
   const float sum_of_query = float(query.sum) * query.scale;
   for (int t = begin; t < end; t += WIDTH) {
     const float* grid = grid_of(tiles, t);
     const vf step = load_vector<vf>(grid) * query.scale;
     const vf middle = load_vector<vf>(grid + TILE) * sum_of_query;
-    vf s = multiply_add(to_float(load(t)), step, middle);
+    vf s = multiply_add(to_float(load_vector<vi>(scores + t)), step, middle);
     vf value_step = load_vector<vf>(grid + 2 * TILE);
     if (!seen.all(t)) s = seen.keep(t, s, NEVER), value_step = seen.keep(t, value_step, 0);
     store_vector(scores + t, s);
