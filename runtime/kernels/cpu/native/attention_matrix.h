@@ -16,7 +16,7 @@ constexpr int FEWEST_MATRIX_ROWS = 8;
 
 #if defined(QT_AMX)
 
-static_assert(ROWS <= MATRIX_ROWS, "an item's rows are one tile");
+static_assert(ROWS % MATRIX_ROWS == 0, "whole tiles");
 
 // Whether the unit computes `rows` rows of an item.
 inline bool matrix_unit_attends(const KvShape& shape, int rows) {
@@ -30,7 +30,7 @@ inline int pieces_of(int neighbours) { return (neighbours + TILE_BYTES - 1) / TI
 // Rows of 16-bit integers in two planes of bytes, zeros up to whole tile registers.
 struct Planes {
   static constexpr int STRIDE = MAX_HEAD_DIM + 64;  // as ROW_STRIDE, an odd number of cache lines
-  alignas(64) uint8_t high[MATRIX_ROWS][STRIDE], low[MATRIX_ROWS][STRIDE];
+  alignas(64) uint8_t high[ROWS][STRIDE], low[ROWS][STRIDE];
 };
 
 // `integers` [count], a multiple of 16, in the order of a stored word's bytes.
@@ -71,19 +71,20 @@ struct PairSums {
 // Numbers of tile registers.
 enum { HIGH_SUMS, LOW_SUMS, HIGH_SUMS_2, LOW_SUMS_2, HIGH, LOW, COLUMNS, COLUMNS_2 };
 
-static QT_INLINE void load_planes(const Planes& x, int piece) {
-  load_tile<HIGH>(x.high[0] + piece * TILE_BYTES, Planes::STRIDE);
-  load_tile<LOW>(x.low[0] + piece * TILE_BYTES, Planes::STRIDE);
+// A piece of MATRIX_ROWS rows.
+static QT_INLINE void load_planes(const Planes& x, int row, int piece) {
+  load_tile<HIGH>(x.high[row] + piece * TILE_BYTES, Planes::STRIDE);
+  load_tile<LOW>(x.low[row] + piece * TILE_BYTES, Planes::STRIDE);
 }
 
 // Column blocks b and, with PAIR, b + 1. With ONE_PIECE the planes are loaded.
 template <bool PAIR, bool ONE_PIECE>
-static QT_INLINE void multiply_blocks(const MatrixWords& words, int b, const Planes& x,
+static QT_INLINE void multiply_blocks(const MatrixWords& words, int b, const Planes& x, int row,
                                       PairSums& out) {
   clear_tile<HIGH_SUMS>(), clear_tile<LOW_SUMS>();
   if (PAIR) clear_tile<HIGH_SUMS_2>(), clear_tile<LOW_SUMS_2>();
   for (int p = 0; p < (ONE_PIECE ? 1 : words.pieces); p++) {
-    if (!ONE_PIECE) load_planes(x, p);
+    if (!ONE_PIECE) load_planes(x, row, p);
     load_tile<COLUMNS>(words.blocks[b] + p * words.piece_bytes, words.stride);
     multiply_tiles<HIGH_SUMS, HIGH, COLUMNS>();
     multiply_unsigned_tiles<LOW_SUMS, LOW, COLUMNS>();
@@ -106,25 +107,30 @@ static QT_INLINE void join_planes(const PairSums& sums, int rows, int blocks, fl
     }
 }
 
+// Rows from `row` on, one tile of them.
 template <bool ONE_PIECE>
-static QT_INLINE void multiply_all(const MatrixWords& words, int rows, const Planes& x, float* out) {
+static QT_INLINE void multiply_tile(const MatrixWords& words, int row, int rows, const Planes& x,
+                                    float* out) {
   PairSums sums[2];
-  if (ONE_PIECE) load_planes(x, 0);
+  if (ONE_PIECE) load_planes(x, row, 0);
   // Each pair is joined while the unit works on the next: a product takes it 50 cycles.
   for (int b = 0; b < words.count + 2; b += 2) {
-    PairSums& made = sums[b / 2 % 2];
-    if (b + 2 <= words.count) multiply_blocks<true, ONE_PIECE>(words, b, x, made);
-    else if (b < words.count) multiply_blocks<false, ONE_PIECE>(words, b, x, made);
-    if (b) join_planes(sums[b / 2 % 2 ^ 1], rows, std::min(words.count - b + 2, 2),
-                       out + (b - 2) * WIDTH);
+    PairSums &made = sums[b / 2 % 2], &before = sums[b / 2 % 2 ^ 1];
+    if (b + 2 <= words.count) multiply_blocks<true, ONE_PIECE>(words, b, x, row, made);
+    else if (b < words.count) multiply_blocks<false, ONE_PIECE>(words, b, x, row, made);
+    if (b) join_planes(before, rows, std::min(words.count - b + 2, 2),
+                       out + row * ROW_STRIDE + (b - 2) * WIDTH);
   }
 }
 
 // What multiply<KV_INT8>() gives.
 QT_NOINLINE static void multiply_matrix(const MatrixWords& words, int rows, const Planes& x,
                                         float* out) {
-  words.pieces == 1 ? multiply_all<true>(words, rows, x, out)
-                    : multiply_all<false>(words, rows, x, out);
+  for (int row = 0; row < rows; row += MATRIX_ROWS) {
+    const int count = std::min(rows - row, MATRIX_ROWS);
+    words.pieces == 1 ? multiply_tile<true>(words, row, count, x, out)
+                      : multiply_tile<false>(words, row, count, x, out);
+  }
 }
 
 // Sums [rows][tokens] of queries times keys.
