@@ -59,7 +59,7 @@ class Work {
   // The first split that a row's window reaches.
   int first_split() const { return int(lowest(0) / SPLIT); }
 
-  void split(int number, Partial& out) const {
+  void split(int number, Partial out) const {
     const int64_t start = int64_t(number) * SPLIT;
     const int begin = int(std::max<int64_t>(0, lowest(0) - start)) / TILE * TILE;
     const int end = int(std::min<int64_t>(SPLIT, position_ + item_.tokens - start));
@@ -93,7 +93,7 @@ class Work {
 
   // Adds `part`, the next split, to `into`. Not inlined, as all callers must get the same bits: of
   // two products in a sum the compiler may fuse either one.
-  QT_NOINLINE void join(Partial& into, const Partial& part) const {
+  QT_NOINLINE void join(Partial into, Partial part) const {
     for (int r = 0; r < count_; r++) {
       const float top = std::max(into.top[r], part.top[r]);
       if (part.top[r] == NEVER) continue;
@@ -110,7 +110,7 @@ class Work {
     }
   }
 
-  void finish(const Partial& result) const {
+  void finish(Partial result) const {
     for (int r = 0; r < count_; r++) {
       float* to = rows_.out + row(r) * rows_.out_stride + head(r) * D_;
       const float* from = result.out + r * ROW_STRIDE;
@@ -180,7 +180,7 @@ class Work {
     }
   }
 
-  void put_result(const RowWeights* weights, Partial& out) const {
+  void put_result(const RowWeights* weights, Partial out) const {
     for (int r = 0; r < count_; r++) {
       out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
       if constexpr (KIND == KV_INT8)
@@ -205,24 +205,24 @@ template <int KIND>
 void run(const AttentionLayer& layer, AttentionPlan& plan, Unit unit, const AttentionRows& rows) {
   const Item& item = plan.items[unit.item];
   const Work<KIND> work(layer, item, rows);
-  Partial result;
   if (item.partials < 0) {
+    OwnPartial own, next;
+    const Partial result = own.view(), part = next.view();
     int split = work.first_split();
     work.split(split, result);
-    Partial part;
     while (++split < item.splits) {
       work.split(split, part);
       work.join(result, part);
     }
     return work.finish(result);
   }
-  work.split(unit.split, plan.partials[item.partials + unit.split]);
+  work.split(unit.split, plan.partial(item.partials + unit.split));
   // Whoever ends an item's last split joins them all.
   const int ended = plan.finished[unit.item].fetch_add(1, std::memory_order_acq_rel) + 1;
   if (ended % item.splits) return;
   int split = work.first_split();
-  Partial& first = plan.partials[item.partials + split];
-  while (++split < item.splits) work.join(first, plan.partials[item.partials + split]);
+  const Partial first = plan.partial(item.partials + split);
+  while (++split < item.splits) work.join(first, plan.partial(item.partials + split));
   work.finish(first);
 }
 
