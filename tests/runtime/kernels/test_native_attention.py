@@ -196,3 +196,45 @@ def test_a_nan_that_a_row_may_see_reaches_its_result(
         tensors[spoiled][at] = torch.nan
         out = Native(library, *tensors[1:], kv_dtype).attend(tensors[0], layout, scope)
         assert out[..., 5].isnan().all(), spoiled
+
+
+MATRIX_CASES = {
+    "prompt": [(150, 150)],
+    "ragged": [(3, 3), (37, 37), (1, 90), (5, 133)],
+    "chunks": [(17, 290), (64, 129), (2, 128)],
+}
+
+
+@pytest.mark.skipif("amx" not in LEVELS, reason="no matrix unit here")
+@pytest.mark.parametrize("window", [None, 1, 45, 200])
+@pytest.mark.parametrize("case", MATRIX_CASES)
+# A group of 1 gives full tiles, of 3 and 7 ragged ones; widths of one, several and parts of a tile
+# register, 16 too narrow for one.
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 2, 64),
+        (9, 3, 64),
+        (7, 1, 80),
+        (8, 1, 128),
+        (4, 2, 48),
+        (6, 2, 32),
+        (3, 1, 16),
+        (5, 1, 256),
+    ],
+    ids=str,
+)
+def test_the_matrix_unit_gives_the_bits_of_vectors(
+    shape: tuple[int, int, int], case: str, window: int | None
+) -> None:
+    q, keys, values, layout = make_case(MATRIX_CASES[case], *shape, torch.float32)
+    # Largest and smallest integers, in queries and in weights.
+    q[::3] *= 20
+    q[1::5] = -q[1::5].abs()
+    scope = AttentionScope(shape[2] ** -0.5, window)
+    results = [
+        Native(library_at(level), keys, values, torch.uint8).attend(q, layout, scope)
+        for level in ("amx", "avx512")
+    ]
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)

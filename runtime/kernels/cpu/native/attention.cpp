@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include "attention_matrix.h"
 #include "pool.h"
 #include "softmax.h"
 
@@ -9,6 +10,9 @@ namespace {
 struct Queries {
   alignas(64) float rows[ROWS * ROW_STRIDE];  // items: scaled floats, or pairs of integers
   IntegerRow integers[ROWS];
+#if defined(QT_AMX)
+  Planes planes;
+#endif
 };
 
 void put_float_row(const float* x, int D, float scale, float* items) {
@@ -44,14 +48,18 @@ class Work {
         rows_(rows),
         D_(int(layer.shape->head_dim)),
         count_(item.tokens * item.heads),
-        position_(layer.spans[item.span].context - layer.spans[item.span].length + item.first) {
+        position_(layer.spans[item.span].context - layer.spans[item.span].length + item.first),
+        by_matrix_(KIND == KV_INT8 && matrix_unit_attends(*layer.shape, count_)) {
+#if defined(QT_AMX)
+    if (by_matrix_) fetch(first_split());
+#endif
     load_queries();
   }
 
   // The first split that a row's window reaches.
   int first_split() const { return int(lowest(0) / SPLIT); }
 
-  void split(int number, Partial& out) const {
+  void split(int number, Partial out) const {
     const int64_t start = int64_t(number) * SPLIT;
     const int begin = int(std::max<int64_t>(0, lowest(0) - start)) / TILE * TILE;
     const int end = int(std::min<int64_t>(SPLIT, position_ + item_.tokens - start));
@@ -62,30 +70,30 @@ class Work {
     const uint8_t* tiles[SPLIT_TILES] = {};
     for (int t = begin / TILE; t * TILE < end; t++)
       tiles[t] = layer_.tile(item_.span, start + t * TILE, item_.kv_head);
-    Words words;
     alignas(64) float scores[ROWS * ROW_STRIDE];
-    find_keys(tiles, begin, end, words);
-    multiply<KIND>(words, count_, queries_.rows, scores + begin);
     RowWeights weights[ROWS];
-    for (int r = 0; r < count_; r++) {
-      const int token = r / item_.heads;
-      const Seen seen = {int(std::max<int64_t>(lowest(token) - start, 0)),
-                         int(std::min<int64_t>(position_ + token - start, SPLIT))};
-      float* row = scores + r * ROW_STRIDE;
-      if constexpr (KIND == KV_INT8)
-        weights[r] = soften_int8(tiles, seen, begin, whole(end), queries_.integers[r], row);
-      else
-        weights[r] = soften(seen, begin, whole(end), row);
-      out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
+    const Part part = {tiles, start, begin, end};
+    float* items = scores + begin / Stored<KIND>::PER_ITEM;
+#if defined(QT_AMX)
+    if (by_matrix_) {
+      MatrixValues values;
+      multiply_keys(part, D_, count_, queries_.planes, scores + begin);
+      copy_values(part, D_, values);
+      fetch(number + 1);
+      soften_rows(part, scores, weights);
+      multiply_values(part, D_, count_, items, values, out.out);
+      return put_result(weights, out);
     }
-    find_values(tiles, begin, end, words);
-    multiply<KIND>(words, count_, scores + begin / Stored<KIND>::PER_ITEM, out.out);
-    if constexpr (KIND == KV_INT8) to_floats(weights, out);
+#endif
+    multiply<KIND>(find_keys<KIND>(part, D_), count_, queries_.rows, scores + begin);
+    soften_rows(part, scores, weights);
+    multiply<KIND>(find_values<KIND>(part, D_), count_, items, out.out);
+    put_result(weights, out);
   }
 
   // Adds `part`, the next split, to `into`. Not inlined, as all callers must get the same bits: of
   // two products in a sum the compiler may fuse either one.
-  QT_NOINLINE void join(Partial& into, const Partial& part) const {
+  QT_NOINLINE void join(Partial into, Partial part) const {
     for (int r = 0; r < count_; r++) {
       const float top = std::max(into.top[r], part.top[r]);
       if (part.top[r] == NEVER) continue;
@@ -102,17 +110,17 @@ class Work {
     }
   }
 
-  void finish(const Partial& result) const {
+  void finish(Partial result) const {
     for (int r = 0; r < count_; r++) {
       float* to = rows_.out + row(r) * rows_.out_stride + head(r) * D_;
       const float* from = result.out + r * ROW_STRIDE;
+      const float inverse = 1 / result.weight[r];
       for (int d = 0; d < D_; d += WIDTH)
-        store_vector(to + d, load_vector<vf>(from + d) / result.weight[r]);
+        store_vector(to + d, load_vector<vf>(from + d) * inverse);
     }
   }
 
  private:
-  static int whole(int tokens) { return (tokens + TILE - 1) / TILE * TILE; }
   int64_t row(int r) const { return layer_.spans[item_.span].start + item_.first + r / item_.heads; }
   int head(int r) const { return item_.head + r % item_.heads; }
   int64_t lowest(int token) const {
@@ -133,42 +141,55 @@ class Work {
         queries_.integers[r] = put_integer_row(x, D_, layer_.scale, items);
       else
         put_float_row(x, D_, layer_.scale, items);
+#if defined(QT_AMX)
+      if (by_matrix_) split_row(items, D_, queries_.planes.high[r], queries_.planes.low[r]);
+#endif
     }
   }
 
-  // Columns are tokens from `begin` on, items the dimensions.
-  void find_keys(const uint8_t* const* tiles, int begin, int end, Words& words) const {
-    using S = Stored<KIND>;
-    words.items = D_ / S::PER_ITEM;
-    words.vectors = whole(end - begin) / WIDTH;
-    const uint8_t* first = tiles[begin / TILE];
-    for (int s = 0; s < words.items / S::PARTS; s++)
-      words.steps[s] = first + S::HEADER + s * TILE * sizeof(float);
-    for (int v = 0; v < words.vectors; v++)
-      words.columns[v] = tiles[begin / TILE + v / TILE_VECTORS] - first +
-                         v % TILE_VECTORS * VECTOR_BYTES;
+#if defined(QT_AMX)
+  // The keys of a split, if there are any, ahead of their product.
+  void fetch(int split) const {
+    const int64_t start = int64_t(split) * SPLIT;
+    const int64_t end = std::min(start + SPLIT, position_ + item_.tokens);
+    for (int64_t t = start; t < end; t += TILE)
+      fetch_keys(layer_.tile(item_.span, t, item_.kv_head), D_);
+  }
+#endif
+
+  Seen seen(int r, int64_t start) const {
+    const int token = r / item_.heads;
+    return {int(std::max<int64_t>(lowest(token) - start, 0)),
+            int(std::min<int64_t>(position_ + token - start, SPLIT))};
   }
 
-  // Columns are the dimensions, items the tokens from `begin` to `end`. None beyond: what is not the
-  // sequence's own may be NaN, and weights of 0 do not hide a NaN.
-  void find_values(const uint8_t* const* tiles, int begin, int end, Words& words) const {
-    using S = Stored<KIND>;
-    constexpr int NEIGHBOURS = S::PARTS * S::PER_ITEM;
-    words.items = (end - begin + S::PER_ITEM - 1) / S::PER_ITEM;
-    words.vectors = D_ / WIDTH;
-    for (int t = begin, s = 0; t < end; t += NEIGHBOURS, s++)
-      words.steps[s] = tiles[t / TILE] + S::HEADER +
-                       (D_ * TILE / NEIGHBOURS + t % TILE / NEIGHBOURS * D_) * sizeof(float);
-    for (int v = 0; v < words.vectors; v++) words.columns[v] = v * VECTOR_BYTES;
+  // Scores, in place to items of weights.
+  void soften_rows(const Part& part, float* scores, RowWeights* weights) const {
+    const int last = part.last();
+    if constexpr (KIND == KV_INT8) {
+      Highest tops[ROWS];
+      for (int r = 0; r < count_; r++)
+        tops[r] = score_int8(part.tiles, seen(r, part.start), part.begin, last,
+                             queries_.integers[r], scores + r * ROW_STRIDE);
+      for (int r = 0; r < count_; r++)
+        weights[r] = soften_int8(part.tiles, seen(r, part.start), part.begin, last, tops[r],
+                                 scores + r * ROW_STRIDE);
+    } else {
+      for (int r = 0; r < count_; r++)
+        weights[r] = soften(seen(r, part.start), part.begin, last, scores + r * ROW_STRIDE);
+    }
   }
 
-  void to_floats(const RowWeights* weights, Partial& out) const {
-    for (int r = 0; r < count_; r++)
-      for (int d = 0; d < D_; d += WIDTH) {
-        float* at = out.out + r * ROW_STRIDE + d;
-        const vf value = to_float(load_vector<vi>(at) + weights[r].offset);
-        store_vector(at, multiply_add(value, spread(weights[r].scale), spread(weights[r].middle)));
-      }
+  void put_result(const RowWeights* weights, Partial out) const {
+    for (int r = 0; r < count_; r++) {
+      out.top[r] = weights[r].top, out.weight[r] = weights[r].sum;
+      if constexpr (KIND == KV_INT8)
+        for (int d = 0; d < D_; d += WIDTH) {
+          float* at = out.out + r * ROW_STRIDE + d;
+          store_vector(at, multiply_add(to_float(load_vector<vi>(at)), spread(weights[r].scale),
+                                        spread(weights[r].middle)));
+        }
+    }
   }
 
   const AttentionLayer& layer_;
@@ -176,6 +197,7 @@ class Work {
   const AttentionRows& rows_;
   const int D_, count_;
   const int64_t position_;  // of the first token
+  const bool by_matrix_;
   Queries queries_;
 };
 
@@ -183,28 +205,52 @@ template <int KIND>
 void run(const AttentionLayer& layer, AttentionPlan& plan, Unit unit, const AttentionRows& rows) {
   const Item& item = plan.items[unit.item];
   const Work<KIND> work(layer, item, rows);
-  Partial result;
   if (item.partials < 0) {
+    OwnPartial own, next;
+    const Partial result = own.view(), part = next.view();
     int split = work.first_split();
     work.split(split, result);
-    Partial part;
     while (++split < item.splits) {
       work.split(split, part);
       work.join(result, part);
     }
     return work.finish(result);
   }
-  work.split(unit.split, plan.partials[item.partials + unit.split]);
+  work.split(unit.split, plan.partial(item.partials + unit.split));
   // Whoever ends an item's last split joins them all.
   const int ended = plan.finished[unit.item].fetch_add(1, std::memory_order_acq_rel) + 1;
   if (ended % item.splits) return;
   int split = work.first_split();
-  Partial& first = plan.partials[item.partials + split];
-  while (++split < item.splits) work.join(first, plan.partials[item.partials + split]);
+  const Partial first = plan.partial(item.partials + split);
+  while (++split < item.splits) work.join(first, plan.partial(item.partials + split));
   work.finish(first);
 }
 
 }  // namespace
+
+#if defined(QT_AMX)
+
+AttentionUnit::AttentionUnit(const KvShape& shape, int most_rows)
+    : used_(matrix_unit_attends(shape, most_rows)) {
+  if (!used_) return;
+  TileConfig config = {};
+  config.palette = 1;
+  for (int tile = 0; tile < 8; tile++)
+    config.rows[tile] = MATRIX_ROWS, config.bytes_a_row[tile] = TILE_BYTES;
+  configure_tiles(config);
+}
+
+AttentionUnit::~AttentionUnit() {
+  if (used_) release_tiles();
+}
+
+#else
+
+AttentionUnit::AttentionUnit(const KvShape&, int) : used_(false) {}
+
+AttentionUnit::~AttentionUnit() = default;
+
+#endif
 
 void attend_unit(const AttentionLayer& layer, AttentionPlan& plan, Unit unit,
                  const AttentionRows& rows) {

@@ -51,11 +51,23 @@ struct AttentionRows {
 void attend_unit(const AttentionLayer& layer, AttentionPlan& plan, Unit unit,
                  const AttentionRows& rows);
 
+// The matrix unit made ready for a thread's attention, where some items are for it.
+class AttentionUnit {
+ public:
+  AttentionUnit(const KvShape& shape, int most_rows);
+  ~AttentionUnit();
+  AttentionUnit(const AttentionUnit&) = delete;
+
+ private:
+  const bool used_;
+};
+
 // A thread's part of one layer's attention; `next` is shared and starts at 0. before(unit) runs
 // ahead of each unit's work.
 template <class Before>
 void attend(const AttentionLayer& layer, AttentionPlan& plan, std::atomic<int>& next,
             const AttentionRows& rows, Before before) {
+  const AttentionUnit unit(*layer.shape, plan.most_rows);
   const int units = int(plan.units.size());
   for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < units;) {
     before(plan.units[i]);

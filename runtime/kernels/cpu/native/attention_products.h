@@ -20,6 +20,15 @@ constexpr int MAX_STEPS = MAX_HEAD_DIM;
 constexpr int MAX_COLUMN_VECTORS = MAX_HEAD_DIM / WIDTH;
 static_assert(SPLIT <= MAX_STEPS && SPLIT <= MAX_COLUMN_VECTORS * WIDTH, "a split's values, keys");
 
+// Tokens [begin, end) of the split that starts at `start`, a multiple of TILE each but for the end.
+struct Part {
+  const uint8_t* const* tiles;  // of the split
+  int64_t start;
+  int begin, end;
+
+  int last() const { return (end + TILE - 1) / TILE * TILE; }
+};
+
 // Stored words: vector v of step s lies at steps[s] + columns[v].
 struct Words {
   const uint8_t* steps[MAX_STEPS];
@@ -109,6 +118,38 @@ static void multiply(const Words& words, int count, const float* rows, void* out
     else multiply_columns<KIND, 1>(words, 0, rows, to), done = 1;
     count -= done, rows += done * ROW_STRIDE, to += done * ROW_STRIDE;
   }
+}
+
+// Columns are tokens from `begin` on, items the dimensions.
+template <int KIND>
+static Words find_keys(const Part& part, int head_dim) {
+  using S = Stored<KIND>;
+  Words words;
+  words.items = head_dim / S::PER_ITEM;
+  words.vectors = (part.last() - part.begin) / WIDTH;
+  const uint8_t* const* tiles = part.tiles + part.begin / TILE;
+  for (int s = 0; s < words.items / S::PARTS; s++)
+    words.steps[s] = tiles[0] + S::HEADER + s * TILE * sizeof(float);
+  for (int v = 0; v < words.vectors; v++)
+    words.columns[v] = tiles[v / TILE_VECTORS] - tiles[0] + v % TILE_VECTORS * VECTOR_BYTES;
+  return words;
+}
+
+// Columns are the dimensions, items the tokens from `begin` to `end`. None beyond: what is not the
+// sequence's own may be NaN, and weights of 0 do not hide a NaN.
+template <int KIND>
+static Words find_values(const Part& part, int head_dim) {
+  using S = Stored<KIND>;
+  constexpr int NEIGHBOURS = S::PARTS * S::PER_ITEM;
+  Words words;
+  words.items = (part.end - part.begin + S::PER_ITEM - 1) / S::PER_ITEM;
+  words.vectors = head_dim / WIDTH;
+  for (int t = part.begin, s = 0; t < part.end; t += NEIGHBOURS, s++)
+    words.steps[s] =
+        part.tiles[t / TILE] + S::HEADER +
+        (head_dim * TILE / NEIGHBOURS + t % TILE / NEIGHBOURS * head_dim) * sizeof(float);
+  for (int v = 0; v < words.vectors; v++) words.columns[v] = v * VECTOR_BYTES;
+  return words;
 }
 
 }  // namespace qt

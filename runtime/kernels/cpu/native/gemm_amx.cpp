@@ -2,6 +2,7 @@
 //
 // Integer sums inside a group and the same additions across groups as in gemm_int8.cpp: the same
 // bits. Weights become int8 once for a panel of rows; zeros are taken off there.
+#include "amx.h"
 #include "tiles.h"
 
 #if defined(QT_AMX)
@@ -19,7 +20,6 @@ namespace {
 
 constexpr int FEWEST_ROWS = 4;
 constexpr int SMALLEST_GROUP = 32;
-constexpr int TILE_BYTES = 64;  // of a row of a tile register
 
 // Linux gives the state of tile registers to processes that ask; threads and children inherit it.
 bool ask_for_tiles() {
@@ -30,13 +30,6 @@ bool ask_for_tiles() {
 // A group is cut into even pieces of at most a tile's width, multiples of 4 because groups are of 8.
 int pieces_of(int group) { return (group + TILE_BYTES - 1) / TILE_BYTES; }
 
-// Operand of ldtilecfg; Intel's manual, volume 1, chapter 18.
-struct alignas(64) TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t bytes_a_row[16];
-  uint8_t rows[16];
-};
-
 // Groups multiplied before their sums are scaled, 16 KiB of products at most. Multiplying and scaling
 // hardly overlap anyway: they share a port.
 constexpr int GROUPS_A_RUN = 8;
@@ -46,22 +39,6 @@ typedef int32_t GroupProducts[2][MATRIX_ROWS * WIDTH];
 
 // Numbers of tile registers.
 enum { LEFT, RIGHT, LEFT_CODES, RIGHT_CODES, ROWS };
-
-template <int TILE>
-QT_INLINE void load_tile(const void* p, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(TILE) : "memory");
-}
-template <int TILE>
-QT_INLINE void store_tile(void* p) {
-  const int64_t stride = VECTOR_BYTES;
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(TILE) : "memory");
-}
-template <int TILE>
-QT_INLINE void clear_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(TILE)); }
-template <int SUM, int A, int B>
-QT_INLINE void multiply_tiles() {
-  asm volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" : : "i"(B), "i"(A), "i"(SUM));
-}
 
 QT_INLINE void multiply_group(const uint8_t* x, const uint8_t* codes, int group,
                               GroupProducts& out) {
@@ -171,12 +148,11 @@ MatrixUnit::MatrixUnit(const Acts& a) : used_(a.by_rows) {
   for (int tile : {LEFT_CODES, RIGHT_CODES}) config.rows[tile] = uint8_t(width / 4);
   for (int tile : {LEFT, RIGHT, LEFT_CODES, RIGHT_CODES}) config.bytes_a_row[tile] = TILE_BYTES;
   config.bytes_a_row[ROWS] = uint16_t(width);
-  asm volatile("ldtilecfg %0" : : "m"(config));
+  configure_tiles(config);
 }
 
 MatrixUnit::~MatrixUnit() {
-  // Tiles in use make every context switch save 8 KiB more.
-  if (used_) asm volatile("tilerelease");
+  if (used_) release_tiles();
 }
 
 void unpack(const TileWeights& w, int bits, uint8_t* out) {

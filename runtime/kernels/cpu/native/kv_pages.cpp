@@ -21,11 +21,12 @@ Grid int8_grid(const float* x, int n) {
   return {step, minimum, minimum + 128 * step + sum(nothing)};
 }
 
-// 16 codes, rounded to nearest, ties to even, by adding 1.5 * 2**23; NaN becomes some code.
+// 16 codes in their lowest bytes, rounded to nearest, ties to even, by adding 1.5 * 2**23; NaN becomes
+// some code.
 void int8_codes(const float* x, Grid grid, float inverse, uint32_t* codes) {
   const f32x16 scaled = (loadf(x) - grid.minimum) * inverse;
   const f32x16 cut = scaled > 255.f ? all(255.f) : scaled > 0.f ? scaled : f32x16{};
-  const u32x16 rounded = (u32x16)(cut + 12582912.f) - 0x4b400000u;
+  const u32x16 rounded = ((u32x16)(cut + 12582912.f) ^ 128u) & 255u;
   std::memcpy(codes, &rounded, sizeof rounded);
 }
 

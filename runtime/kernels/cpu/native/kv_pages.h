@@ -8,7 +8,7 @@
 //          values  [16 / P]       [head_dim]   of P neighbouring tokens
 //
 // So 16 keys are one run a channel, and a value's channels are one run a token: neither product has
-// to reduce across lanes. An int8 element is middle + step * (code - 128), asymmetric, with a step
+// to reduce across lanes. An int8 element is middle + step * code, code in [-128, 127], asymmetric, with a step
 // and a middle for each token and head; a word has its neighbours in the order 0, 2, 1, 3, so that
 // even and odd bytes are pairs of neighbours. What a tile holds beyond its sequence's last token is
 // never used, whatever it is.
@@ -71,8 +71,9 @@ template <>
 struct Stored<KV_INT8> {
   typedef vi Sum;
   typedef vu Operand;
+  typedef int16_t Halves __attribute__((vector_size(VECTOR_BYTES)));
   static constexpr int PARTS = 2, PER_ITEM = 2, HEADER = GRID_FLOATS * sizeof(float);
-  static QT_INLINE vu part(vu word, int p) { return (p ? word >> 8 : word) & 0x00ff00ffu; }
+  static QT_INLINE vu part(vu word, int p) { return (vu)((Halves)(p ? word : word << 8) >> 8); }
   // Two codes times two integers of 16 bits.
   static QT_INLINE void add(vi& sum, vu codes, vu pair) {
 #if defined(QT_AVX512)
@@ -80,7 +81,8 @@ struct Stored<KV_INT8> {
 #elif defined(QT_AVX2)
     sum += (vi)_mm256_madd_epi16((__m256i)codes, (__m256i)pair);
 #else
-    sum += (vi)(codes & 0xffffu) * ((vi)(pair << 16) >> 16) + (vi)(codes >> 16) * ((vi)pair >> 16);
+    sum += ((vi)(codes << 16) >> 16) * ((vi)(pair << 16) >> 16) +
+           ((vi)codes >> 16) * ((vi)pair >> 16);
 #endif
   }
 };
