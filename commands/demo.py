@@ -19,11 +19,14 @@ from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.startup import start_engine
 
 MODEL = "smollm2-135m"
-QUESTION = "Why is the sky blue? Answer in two sentences."
+# One that 4-bit weights answer at length, whatever they were calibrated on.
+QUESTION = "What is photosynthesis?"
 MAX_TOKENS = 64
 
 # Small enough for a laptop's coffee break; `qtool quantize` takes 128 samples unasked.
-QUANTIZE = QuantizeOptions(method="awq", bits=4, samples=8, seq_len=512, overwrite=True)
+QUANTIZE = QuantizeOptions(
+    method="awq", bits=4, samples=8, seq_len=512, eval_windows=1, overwrite=True
+)
 EVALUATE = evaluate.EvalOptions(seq_len=512, windows=8)
 
 

@@ -52,7 +52,7 @@ def run_fingerprint(
 
 
 def source_digest(reader: CheckpointReader) -> str:
-    """Digest of the config and the content of every shard; 0.9 s per GB on a core of a Sapphire Rapids."""
+    """Digest of the config and of every shard's content; a Sapphire Rapids core takes .9 s a GB."""
     shards = sorted({entry.shard for entry in reader.entries.values()})
     whole = hashlib.sha256()
     for name in (CONFIG_NAME, *shards):
