@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # transformers imports triton, so this stands before both.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell starts background jobs with SIGINT ignored, which the processes that tests interrupt would
+# inherit; a handler they do not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny models: a second thread only waits, and on a busy machine it waits for long.
 torch.set_num_threads(1)
