@@ -7,7 +7,7 @@ which are also the names on disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,14 @@ class ModelFamily:
     def linears(self) -> tuple[str, ...]:
         """All quantized linears of a block, in true-sequential order."""
         return tuple(name for group in self.linear_groups for name in group)
+
+    def unquantized_sides(self, pair: SmoothingPair, quantized: Container[str]) -> list[str]:
+        """Linears of a pair that stay as they are; with any, there is nothing to smooth.
+
+        Smoothing serves quantized targets, and changes no linear that stays as it was.
+        """
+        sides = [*pair.targets, *((pair.source,) if pair.source in self.linears else ())]
+        return [name for name in sides if name not in quantized]
 
     def block_prefixes(self, config: Mapping[str, Any]) -> list[str]:
         """Path of every decoder block of a model with this ``config.json``."""

@@ -177,10 +177,7 @@ def _skipped_pairs(job: Job, options: QuantizeOptions) -> tuple[SkippedPair, ...
     for prefix in job.family.block_prefixes(job.reader.config):
         schemes = job.schemes_of(prefix)
         for pair in job.family.pairs:
-            missing = [name for name in pair.targets if name not in schemes]
-            if pair.source in job.family.linears and pair.source not in schemes:
-                missing.append(pair.source)
-            if missing:
-                reason = f"{', '.join(missing)} stays as it is"
+            if unquantized := job.family.unquantized_sides(pair, schemes):
+                reason = f"{', '.join(unquantized)} stays as it is"
                 skipped.append(SkippedPair(f"{prefix}.{pair.source}", pair.targets, reason))
     return tuple(skipped)

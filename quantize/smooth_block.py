@@ -22,17 +22,11 @@ Loss = Callable[[Tensor], float]
 def smooth_block(work: Workspace, smoothing: Smoothing) -> None:
     """Smooth every pair of the block, in the family's order."""
     for pair in work.family.pairs:
-        if may_smooth(work, pair):
+        if not work.family.unquantized_sides(pair, work.schemes):
             choice = _search(work, pair, smoothing)
             if choice.ratio > 0:
                 work.fold(pair, choice.scales)
             work.strengths |= dict.fromkeys(pair.targets, choice.ratio)
-
-
-def may_smooth(work: Workspace, pair: SmoothingPair) -> bool:
-    """Smoothing serves quantized targets, and changes no linear that stays as it was."""
-    source_is_ignored = pair.source in work.family.linears and pair.source not in work.schemes
-    return not source_is_ignored and set(pair.targets) <= work.schemes.keys()
 
 
 def _search(work: Workspace, pair: SmoothingPair, smoothing: Smoothing) -> ScaleChoice:
