@@ -8,7 +8,7 @@ which are also the names on disk.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qtool.errors import ModelError
@@ -43,6 +43,19 @@ class SmoothingPair:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidualSum:
+    """Where the output of a linear is added to the residual stream.
+
+    Attributes:
+        stream: submodule whose input is what the output is added to.
+        norm: norm that the output passes first, or ``None``.
+    """
+
+    stream: str
+    norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Where a mixture of experts lies in a block, by the hub's names, which are those on disk.
 
@@ -74,6 +87,7 @@ class ModelFamily:
         linear_groups: the quantized linears in true-sequential order; those of one group read
             the same input.
         pairs: smoothing pairs, in the order they are searched.
+        sums: the linears that write the residual stream, and where.
         norm_offset: a norm multiplies by ``norm_offset + weight``.
         unclipped: linears whose largest weights stay as they are. Rotary embeddings and the
             softmax make the output of q and k sensitive to them (AWQ's code leaves them too).
@@ -86,6 +100,7 @@ class ModelFamily:
     blocks: str
     linear_groups: tuple[tuple[str, ...], ...]
     pairs: tuple[SmoothingPair, ...]
+    sums: Mapping[str, ResidualSum] = field(default_factory=dict)
     norm_offset: float = 0.0
     unclipped: tuple[str, ...] = (Q, K)
     not_smoothed: tuple[tuple[str, str], ...] = ()
@@ -118,10 +133,18 @@ class ModelFamily:
 _INTO_ATTENTION = SmoothingPair("input_layernorm", (Q, K, V), parent="self_attn", mixes_tokens=True)
 _OUT_OF_ATTENTION = SmoothingPair(V, (O,), parent=O, shares_heads=True)
 _OUT_OF_MLP = SmoothingPair(UP, (DOWN,), parent=DOWN)
+_SUMS = {O: ResidualSum("input_layernorm"), DOWN: ResidualSum("post_attention_layernorm")}
+_SANDWICH_SUMS = {
+    O: ResidualSum("input_layernorm", norm="post_attention_layernorm"),
+    DOWN: ResidualSum("pre_feedforward_layernorm", norm="post_feedforward_layernorm"),
+}
 
 
 def _llama_shaped(
-    model_type: str, mlp_norm: str = "post_attention_layernorm", norm_offset: float = 0.0
+    model_type: str,
+    mlp_norm: str = "post_attention_layernorm",
+    norm_offset: float = 0.0,
+    sums: Mapping[str, ResidualSum] = _SUMS,
 ) -> ModelFamily:
     """``mlp_norm`` is the norm whose output the MLP reads directly."""
     return ModelFamily(
@@ -134,13 +157,19 @@ def _llama_shaped(
             SmoothingPair(mlp_norm, (GATE, UP), parent="mlp"),
             _OUT_OF_MLP,
         ),
+        sums=sums,
         norm_offset=norm_offset,
     )
 
 
 def _gemma_shaped(model_type: str) -> ModelFamily:
     """The norms behind attention and MLP feed a sum, no linear: nothing to smooth through them."""
-    return _llama_shaped(model_type, mlp_norm="pre_feedforward_layernorm", norm_offset=1.0)
+    return _llama_shaped(
+        model_type,
+        mlp_norm="pre_feedforward_layernorm",
+        norm_offset=1.0,
+        sums=_SANDWICH_SUMS,
+    )
 
 
 def _fused(model_type: str) -> ModelFamily:
@@ -155,6 +184,7 @@ def _fused(model_type: str) -> ModelFamily:
             SmoothingPair("post_attention_layernorm", (GATE_UP,), parent="mlp"),
             SmoothingPair(GATE_UP, (DOWN,), parent=DOWN),
         ),
+        sums=_SUMS,
         unclipped=(QKV,),
     )
 
@@ -169,6 +199,7 @@ def _mixture(model_type: str, experts: ExpertNames) -> ModelFamily:
         blocks="model.layers",
         linear_groups=((Q, K, V), (O,)),
         pairs=(_INTO_ATTENTION, _OUT_OF_ATTENTION),
+        sums={O: _SUMS[O]},
         not_smoothed=((f"post_attention_layernorm -> {experts.module}.experts", reason),),
         routers=tuple(routers),
         experts=experts,

@@ -59,7 +59,7 @@ class _RunningMean(_Statistic):
     """Token-weighted mean of a per-batch mean."""
 
     def _merge(self, batch_mean: Tensor, count: int) -> None:
-        self._refuse_non_finite(batch_mean.diagonal() if batch_mean.ndim == 2 else batch_mean)
+        self._refuse_non_finite(batch_mean.sum(-1) if batch_mean.ndim == 2 else batch_mean)
         self.tokens += count
         if self._value is None:
             self._value = batch_mean
@@ -89,6 +89,18 @@ class Hessian(_RunningMean):
         x = x.detach().float()
         if x.shape[0]:
             self._merge(x.T @ x / x.shape[0], x.shape[0])
+
+
+class CrossMoment(_RunningMean):
+    """Moment ``Y^T X / tokens`` of a quantity y with the input x, [features of y, of x].
+
+    With :class:`Hessian` it gives the weight that best predicts y from x (normal equations).
+    """
+
+    def update_pair(self, x: Tensor, y: Tensor) -> None:
+        """Take activations x [tokens, features of x] and y [tokens, features of y]."""
+        if x.shape[0]:
+            self._merge(y.T @ x / x.shape[0], x.shape[0])
 
 
 class AbsMax(_Statistic):

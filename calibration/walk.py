@@ -8,115 +8,30 @@ input carries the error made so far. One block's weights are in memory at a time
 
 A second stream may go along: held-out windows, which see every block with its original weights,
 before the caller changes them. What they are after the last block gives the original's logits
-(:mod:`qtool.calibration.logits`), and no model is loaded twice.
+(:mod:`qtool.calibration.logits`), and no model is loaded twice. A third one may be the samples
+themselves as they are in the original model, for callers that aim at the original's outputs.
 
 Everything computes in float32. Hidden states of all samples stay in host memory in float32:
 ``samples * seq_len * hidden_size * 4`` bytes (151 MB for SmolLM2 at 128 x 512, 1.07 GB for a
-hidden size of 4096), once: a block's outputs replace its inputs. Between two blocks they are all
-that a walk needs to go on later (:class:`WalkState`).
+hidden size of 4096), once a stream: a block's outputs replace its inputs. Between two blocks they
+are all that a walk needs to go on later (:class:`WalkState`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qtool.calibration.decoder_block import DecoderBlock, attach
 from qtool.calibration.families import ModelFamily
 from qtool.calibration.meta_model import build_on_meta, load_weights, release_weights
-from qtool.calibration.observers import AbsMax, Observer
-from qtool.errors import CalibrationError
+from qtool.calibration.observers import AbsMax
 from qtool.formats.checkpoint import CheckpointReader
-
-# Tokens in one forward pass: enough for full speed on 2 cores, while the widest activation
-# (8192 tokens x 14336 x 4 bytes in an 8B model) stays under half a gigabyte.
-BATCH_TOKENS = 8192
-
-
-class _SeenAll(Exception):
-    """Ends a forward pass whose rest nobody looks at."""
-
-
-@dataclass(slots=True)
-class DecoderBlock:
-    """One decoder block with its weights, and what flows into it.
-
-    Attributes:
-        index: position in the model.
-        prefix: full name, as ``model.layers.3``.
-        module: the block, float32, on the walk's device. Replace weights in place.
-        inputs: hidden states of all samples, float32 [num_samples, seq_len, hidden_size] on the
-            host.
-        arguments: the block's other arguments, the same for every batch of samples.
-    """
-
-    index: int
-    prefix: str
-    module: nn.Module
-    inputs: Tensor
-    arguments: Mapping[str, Any]
-    device: torch.device
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples."""
-        return self.inputs.shape[0] * self.inputs.shape[1]
-
-    def run(self) -> Iterator[Tensor]:
-        """The block's outputs, batch by batch, each [batch, seq_len, hidden_size]."""
-        for batch in self.inputs.split(_batch_size(self.inputs)):
-            output = self.module(batch.to(self.device), **self.arguments)
-            yield output[0] if isinstance(output, tuple) else output
-
-    def observe(self, observers: Mapping[str, Sequence[Observer]]) -> None:
-        """Run the block on all samples; each named linear feeds its input to its observers.
-
-        A pass ends when all of them have seen their input: what comes later is not computed.
-        """
-        waiting: set[str] = set()
-
-        def tick(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-            def hook(_: nn.Module, __: tuple[Any, ...]) -> None:
-                waiting.discard(name)
-                if not waiting:
-                    raise _SeenAll
-
-            return hook
-
-        with ExitStack() as hooks:
-            _attach(self.module, observers, hooks)
-            for name in observers:
-                hook = self.module.get_submodule(name).register_forward_pre_hook(tick(name))
-                hooks.callback(hook.remove)
-            for batch in self.inputs.split(_batch_size(self.inputs)):
-                waiting.update(observers)
-                with suppress(_SeenAll):
-                    self.module(batch.to(self.device), **self.arguments)
-
-    def capture(self, name: str, samples: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
-        """Input of a submodule on some of the samples, and its other arguments.
-
-        Returns:
-            Its hidden states, float32 [len(samples), seq_len, features], and keyword arguments.
-        """
-        caught: list[tuple[Tensor, dict[str, Any]]] = []
-
-        def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            rest = dict(kwargs)
-            hidden = args[0] if args else rest.pop("hidden_states")
-            caught.append((hidden, rest))
-
-        submodule = self.module.get_submodule(name)
-        hook = submodule.register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            self.module(self.inputs[list(samples)].to(self.device), **self.arguments)
-        finally:
-            hook.remove()
-        return caught[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,19 +43,28 @@ class WalkState:
         hidden: its inputs on calibration samples, float32 [num_samples, seq_len, hidden_size], or
             ``None`` for a walk without.
         held_out: its inputs on held-out windows through the original weights, likewise.
+        originals: what ``hidden`` is in the original model, for a walk that keeps it.
     """
 
     index: int
     hidden: Tensor | None = None
     held_out: Tensor | None = None
+    originals: Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Token windows on their way: the next block's inputs, and every block's other arguments."""
+    """Token windows on their way.
+
+    Attributes:
+        hidden: the next block's inputs.
+        arguments: every block's other arguments.
+        originals: what ``hidden`` is in the original model, if anybody looks at it.
+    """
 
     hidden: Tensor
     arguments: Sequence[Mapping[str, Any]]
+    originals: Tensor | None = None
 
 
 class Walk:
@@ -152,6 +76,8 @@ class Walk:
         device: where blocks compute.
         ids: calibration samples int64 [num_samples, seq_len], all real tokens, or ``None``.
         held_out: windows int64 [num_windows, seq_len] for the original weights, or ``None``.
+        originals: pass the samples through the original weights as well, for methods that make
+            up for the error of earlier blocks.
         state: where to go on, with the same samples and windows; at the first block if ``None``.
 
     Raises:
@@ -167,6 +93,7 @@ class Walk:
         *,
         ids: Tensor | None = None,
         held_out: Tensor | None = None,
+        originals: bool = False,
         state: WalkState | None = None,
     ) -> None:
         self._reader, self._device = reader, device
@@ -187,6 +114,9 @@ class Walk:
 
         self._samples = open_stream(ids, state.hidden)
         self._held_out = open_stream(held_out, state.held_out)
+        if originals and self._samples is not None:
+            kept = state.originals
+            self._samples.originals = self._samples.hidden.clone() if kept is None else kept
 
     @property
     def state(self) -> WalkState:
@@ -196,6 +126,7 @@ class Walk:
             self._index,
             None if samples is None else samples.hidden,
             None if held_out is None else held_out.hidden,
+            None if samples is None else samples.originals,
         )
 
     @property
@@ -215,7 +146,7 @@ class Walk:
         """Leave the current block: with its present weights it makes the next one's input."""
         block = self._enter()
         if self._samples is not None and self._index + 1 < len(self._prefixes):
-            _propagate(block)
+            block.propagate()
         release_weights(block.module)
         self._reader.close()  # a memory map counts as memory as far as it was read
         self._block = None
@@ -238,8 +169,8 @@ class Walk:
         linears = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
         observers = {name: AbsMax(f"{prefix}.{name}") for name in linears}
         with ExitStack() as hooks:
-            _attach(module, {name: (observer,) for name, observer in observers.items()}, hooks)
-            _propagate(self._decoder_block(module, self._held_out))
+            attach(module, {name: (observer,) for name, observer in observers.items()}, hooks)
+            self._decoder_block(module, self._held_out).propagate()
         self._peaks = {
             f"{prefix}.{name}": float(observer.result().max())
             for name, observer in observers.items()
@@ -255,47 +186,20 @@ class Walk:
             stream.hidden,
             stream.arguments[index],
             self._device,
+            stream.originals,
         )
 
 
 def walk_blocks(
-    reader: CheckpointReader, family: ModelFamily, ids: Tensor, device: torch.device
+    reader: CheckpointReader,
+    family: ModelFamily,
+    ids: Tensor,
+    device: torch.device,
+    *,
+    originals: bool = False,
 ) -> Iterator[DecoderBlock]:
     """All blocks of a model, with calibration samples alone; see :class:`Walk`."""
-    return Walk(reader, family, device, ids=ids).blocks()
-
-
-def _propagate(block: DecoderBlock) -> None:
-    """Overwrite the block's inputs with its outputs."""
-    targets = block.inputs.split(_batch_size(block.inputs))
-    for target, output in zip(targets, block.run(), strict=True):
-        if not output.isfinite().all():
-            raise CalibrationError(
-                f"{block.prefix} puts out NaN or infinity on calibration text; the model overflows "
-                "on this text, or its weights are damaged"
-            )
-        target.copy_(output)
-
-
-def _attach(
-    module: nn.Module, observers: Mapping[str, Sequence[Observer]], hooks: ExitStack
-) -> None:
-    """Each named linear feeds its input to its observers until ``hooks`` close."""
-    for name, attached in observers.items():
-        hook = module.get_submodule(name).register_forward_pre_hook(_feed(attached))
-        hooks.callback(hook.remove)
-
-
-def _batch_size(hidden: Tensor) -> int:
-    return max(1, BATCH_TOKENS // hidden.shape[1])
-
-
-def _feed(observers: Sequence[Observer]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-        for observer in observers:
-            observer.update(args[0].flatten(0, -2))
-
-    return hook
+    return Walk(reader, family, device, ids=ids, originals=originals).blocks()
 
 
 def _capture_first_inputs(

@@ -13,25 +13,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qtool.calibration.walk import DecoderBlock
+from qtool.calibration.decoder_block import DecoderBlock
 from qtool.formats import affine
 from qtool.formats.activations import scale_of
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize import awq
-from qtool.quantize.gptq import Outcome, solve_group
+from qtool.quantize.gptq import Outcome, factorize, retarget, solve_group
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.recipe import Recipe
 from qtool.quantize.report import ModuleRecord, module_record
 from qtool.quantize.rtn import quantize_rtn
 from qtool.quantize.smooth_block import smooth_block
-from qtool.quantize.workspace import Inputs, Workspace
+from qtool.quantize.workspace import Inputs, SolveInputs, Workspace
 
 
 def quantized_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
     """All blocks of a job, with the inputs each gets from its quantized predecessors."""
     assert job.ids is not None
-    for block in job.blocks():
+    for block in job.blocks(originals=recipe.solve):
         yield quantize_block(block, job, recipe)
 
 
@@ -44,11 +44,12 @@ def quantize_block(block: DecoderBlock, job: Job, recipe: Recipe) -> QuantizedBl
     elif not recipe.solve:
         work.observe(work.groups)
     changed = work.store_changes()
+    block.keep_original()
     weights: dict[str, QuantizedTensor] = {}
     records: list[ModuleRecord] = []
     for group in work.groups:
         if recipe.solve:
-            work.observe([group])
+            work.observe_beside_original(group)
         for name, tensor, record in _round_group(work, group, recipe):
             weights[f"{block.prefix}.{name}"] = tensor
             records.append(record)
@@ -61,7 +62,11 @@ def _round_group(
     """Clip and round the linears of a group; the modules keep the rounded weights."""
     inputs, scheme = work.inputs[group[0]], work.schemes[group[0]]
     weights = [work.linear(name).weight.clone() for name in group]
-    clips = [_clip(work, name, recipe) for name in group]
+    factor = factorize(inputs.hessian) if recipe.solve else None
+    if factor is not None:
+        assert isinstance(inputs, SolveInputs)
+        weights = retarget(weights, factor, inputs.drift, inputs.shortfall)
+    clips = [_clip(work, name, weight, recipe) for name, weight in zip(group, weights, strict=True)]
     input_scale = _input_scale(inputs, scheme, work.dtype)
     tensors = [
         quantize_rtn(weight, scheme, work.dtype, clip, input_scale)
@@ -69,21 +74,21 @@ def _round_group(
     ]
     outcomes = [Outcome(tensor) for tensor in tensors]
     if recipe.solve:
-        outcomes = solve_group(weights, tensors, inputs.hessian)
+        outcomes = solve_group(weights, tensors, inputs.hessian, factor)
     for name, weight, outcome in zip(group, weights, outcomes, strict=True):
         work.linear(name).weight.copy_(outcome.tensor.dequantize())
         record = _record(work, name, recipe, weight, outcome)
         yield name, outcome.tensor, record
 
 
-def _clip(work: Workspace, name: str, recipe: Recipe) -> Tensor | None:
+def _clip(work: Workspace, name: str, weight: Tensor, recipe: Recipe) -> Tensor | None:
     """Shrink factors of a linear's groups; ``None`` where ranges are kept."""
     scheme = work.schemes[name]
     if not recipe.clip or name in work.family.unclipped:
         return None
     if scheme.strategy not in ("channel", "group"):
         return None
-    return awq.search_clip(work.linear(name).weight, work.inputs[name].hessian, scheme, work.dtype)
+    return awq.search_clip(weight, work.inputs[name].hessian, scheme, work.dtype)
 
 
 def _input_scale(inputs: Inputs, scheme: WeightScheme, dtype: torch.dtype) -> Tensor | None:

@@ -51,8 +51,9 @@ def quantize_blocks(
         source.read()
     head_tensors(job)
     with torch.no_grad():
-        walk = _open_walk(job, texts, work.state)
-        stream = METHODS[options.method].run(replace(job, walk=walk, first_block=first))
+        method = METHODS[options.method]
+        walk = _open_walk(job, texts, work.state, originals=method.recipe.solve)
+        stream = method.run(replace(job, walk=walk, first_block=first))
         for index in range(first, total if stop is None else stop):
             block = next(stream)
             if options.strict:
@@ -61,12 +62,20 @@ def quantize_blocks(
             progress(Progress("quantize", index + 1, total, _describe(prefixes[index], block)))
 
 
-def _open_walk(job: Job, texts: Texts, state: WalkState | None) -> Walk | None:
+def _open_walk(job: Job, texts: Texts, state: WalkState | None, *, originals: bool) -> Walk | None:
     """The walk of calibration samples and held-out windows, if there are any."""
     ids, held_out = texts.ids, texts.held_out_ids
     if ids is None and held_out is None:
         return None
-    return Walk(job.reader, job.family, job.device, ids=ids, held_out=held_out, state=state)
+    return Walk(
+        job.reader,
+        job.family,
+        job.device,
+        ids=ids,
+        held_out=held_out,
+        originals=originals,
+        state=state,
+    )
 
 
 def _commit(

@@ -143,7 +143,7 @@ def estimate_run(
             skipped_pairs=_skipped_pairs(job, options),
             phases=tuple(phases),
             result_bytes=result_bytes(job),
-            work_bytes=work_bytes(job, texts),
+            work_bytes=work_bytes(job, texts, options),
             free_bytes=shutil.disk_usage(existing_parent(out)).free,
             tensor_parallel={n: _obstacles(job, n) for n in SIZES},
             resident_bytes=resident,

@@ -115,16 +115,47 @@ def _inverse_factor(hessian: Tensor) -> Tensor | None:
     return upper if bool(upper.isfinite().all()) else None
 
 
+def retarget(
+    weights: Sequence[Tensor], factor: Factor, drift: Tensor, shortfall: Tensor | None = None
+) -> list[Tensor]:
+    """Weights that on the inputs of now give what the original gives on its own.
+
+    The input x has drifted from the original's x0 since the layers before were rounded, and the
+    residual stream that the output is added to lacks s. The least-squares solution of
+    ``W' x = W x0 + s``, damped as ``factor`` is, is ``W' = W + (W E[(x0 - x) x^T] + E[s x^T])
+    H^-1`` (Arai & Ichikawa 2025, "Quantization Error Propagation", section 4, without s). Solving
+    towards W' makes up for earlier layers' error, where plain GPTQ only keeps to its own.
+
+    Args:
+        weights: float32 [N_i, K], with one input.
+        factor: of that input's second moment.
+        drift: ``E[(x0 - x) x^T]``, [K, K].
+        shortfall: ``E[s x^T]`` [N, K], for a single weight; ``None`` for s = 0.
+    """
+    order, upper = factor.order, factor.upper
+    targets = []
+    for weight in weights:
+        moment = weight @ drift
+        if shortfall is not None:
+            moment += shortfall
+        change = (moment[:, order] @ upper.T) @ upper
+        targets.append(weight.index_add(1, order, change))
+    return targets
+
+
 def solve_group(
-    weights: Sequence[Tensor], nearest: Sequence[QuantizedTensor], hessian: Tensor
+    weights: Sequence[Tensor],
+    nearest: Sequence[QuantizedTensor],
+    hessian: Tensor,
+    factor: Factor | None,
 ) -> list[Outcome]:
     """Solve weights [N_i, K] that share an input, none worse than rounded to nearest.
 
     Args:
         weights: float32, with one input whose second moment is ``hessian`` [K, K].
         nearest: each weight rounded to nearest; gives the grid, and what a module falls back to.
+        factor: of ``hessian``, or ``None`` if it has none.
     """
-    factor = factorize(hessian)
     if factor is None:
         return [Outcome(tensor, fallback=NO_FACTOR) for tensor in nearest]
     solved = solve(weights, nearest, factor)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qtool.calibration.decoder_block import DecoderBlock
 from qtool.calibration.families import ModelFamily
-from qtool.calibration.walk import DecoderBlock, Walk, walk_blocks
+from qtool.calibration.walk import Walk, walk_blocks
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor
@@ -47,12 +48,16 @@ class Job:
     walk: Walk | None = None
     first_block: int = 0
 
-    def blocks(self) -> Iterator[DecoderBlock]:
-        """The blocks to do, with what flows into them, for a method that looks at data."""
+    def blocks(self, *, originals: bool = False) -> Iterator[DecoderBlock]:
+        """The blocks to do, with what flows into them, for a method that looks at data.
+
+        ``originals``: with what would flow into them in the original as well; a given walk must
+        have been opened so.
+        """
         if self.walk is not None:
             return self.walk.blocks()
         assert self.ids is not None
-        return walk_blocks(self.reader, self.family, self.ids, self.device)
+        return walk_blocks(self.reader, self.family, self.ids, self.device, originals=originals)
 
     def prefixes(self) -> list[str]:
         """Full names of the blocks to do, for a method that looks at weights alone."""

@@ -105,7 +105,8 @@ def quantize_model(
         with clock.phase("calibration"):
             evaluate = evaluator is not None
             texts = gather_texts(job, options, parts, sampler, progress, evaluate=evaluate)
-            check_free_space(out, result_bytes(job) + work_bytes(job, texts) - bytes_done(out))
+            needed = result_bytes(job) + work_bytes(job, texts, options)
+            check_free_space(out, needed - bytes_done(out))
             job = replace(job, ids=texts.ids)
             fingerprint = run_fingerprint(reader, options, texts.ids, texts.held_out_ids)
         with WorkFolder(out, fingerprint, restart=options.restart) as work:

@@ -20,6 +20,7 @@ from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
 from qtool.errors import UsageError
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.quantize.job import Job
+from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.plan import check_not_quantized, plan_schemes
 
@@ -134,9 +135,10 @@ def result_bytes(job: Job) -> int:
     return int(bits / 8)
 
 
-def work_bytes(job: Job, texts: Texts) -> int:
+def work_bytes(job: Job, texts: Texts, options: QuantizeOptions) -> int:
     """Bytes that the work folder takes at most: all blocks, and two states of the walk."""
     hidden_size = int(job.reader.config["hidden_size"])
-    tokens = 0 if texts.ids is None else texts.ids.numel()
+    streams = 2 if METHODS[options.method].recipe.solve else 1
+    tokens = 0 if texts.ids is None else streams * texts.ids.numel()
     tokens += 0 if texts.held_out is None else texts.held_out.ids.numel()
     return result_bytes(job) + 2 * tokens * hidden_size * 4

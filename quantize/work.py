@@ -43,12 +43,12 @@ from qtool.formats.safetensors_file import (
 from qtool.formats.writer import PARTIAL
 
 # Grows with the layout of these files.
-LAYOUT = 1
+LAYOUT = 2
 
 # All that is ever written here; a folder with anything else belongs to somebody.
 _OURS = re.compile(r"(run\.json|(block|state)-\d{5}\.(json|safetensors))(\.tmp)?")
 
-_STREAMS = ("hidden", "held_out")
+_STREAMS = ("hidden", "held_out", "originals")
 
 Result = TypeVar("Result")
 
@@ -240,7 +240,9 @@ class WorkFolder:
             self.notes.append(f"{path.name} is damaged or gone; all blocks are done again")
             self.blocks.clear()
             return
-        self.state = WalkState(len(self.blocks), tensors.get("hidden"), tensors.get("held_out"))
+        self.state = WalkState(
+            len(self.blocks), **{stream: tensors.get(stream) for stream in _STREAMS}
+        )
 
     def _delete_stale(self) -> None:
         """Remove what no commit counts: later blocks, other states, files half written."""

@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.families import ModelFamily, SmoothingPair, head_dim, value_channels
-from qtool.calibration.observers import AbsMax, EveryNth, Hessian, MeanAbs
-from qtool.calibration.walk import DecoderBlock
+from qtool.calibration.decoder_block import DecoderBlock
+from qtool.calibration.families import (
+    ModelFamily,
+    ResidualSum,
+    SmoothingPair,
+    head_dim,
+    value_channels,
+)
+from qtool.calibration.observers import AbsMax, CrossMoment, EveryNth, Hessian, MeanAbs
 from qtool.calibration.weights import to_stored
 from qtool.formats.scheme import WeightScheme
 from qtool.quantize import smoothing
@@ -24,6 +30,9 @@ from qtool.quantize.job import Job
 # Tokens on which attention and MLP judge scales, spread evenly over the samples; linear parents
 # use all tokens through the second moment. Four times as many gave SmolLM2 the same KL (.115).
 SEARCH_TOKENS = 512
+
+# A norm's gain below this share of the mean gain passes too little on to correct anything by.
+QUIET_GAIN = 0.1
 
 
 @dataclass(slots=True)
@@ -57,6 +66,22 @@ class SearchInputs(Inputs):
         Inputs.divide(self, scales)
         self.mean_abs = self.mean_abs / scales
         self.sample = self.sample / scales
+
+
+@dataclass(slots=True)
+class SolveInputs(Inputs):
+    """What a solve looks at besides, to make up for the error of what was rounded before.
+
+    With x the input now, x0 the original's, and per token:
+
+    Attributes:
+        drift: moment ``(x0 - x) x^T``, [K, K].
+        shortfall: moment ``s x^T`` with s what the linear's output must add, so that the residual
+            stream behind it is the original's, [N, K]; ``None`` if its output goes elsewhere.
+    """
+
+    drift: Tensor
+    shortfall: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -104,6 +129,44 @@ class Workspace:
             hessian, peak = observers[group[0]]
             inputs = Inputs(hessian.result(), peak.result(), hessian.tokens)
             self.inputs.update(dict.fromkeys(group, inputs))
+
+    def observe_beside_original(self, group: tuple[str, ...]) -> None:
+        """Measure the input of one group as the block now is, and against the original's."""
+        name = group[0]
+        hessian, peak, drift = Hessian(name), AbsMax(name), CrossMoment(name)
+        shortfall, sum_ = CrossMoment(name), self.family.sums.get(name)
+        places = [] if sum_ is None else [p for p in (sum_.stream, sum_.norm) if p is not None]
+        for now, then in self.block.beside_original([name, *places]):
+            x = now[name]
+            hessian.update(x)
+            peak.update(x)
+            drift.update_pair(x, then[name] - x)
+            if sum_ is not None:
+                shortfall.update_pair(x, self._shortfall(sum_, now, then))
+        inputs = SolveInputs(
+            hessian.result(),
+            peak.result(),
+            hessian.tokens,
+            drift.result(),
+            None if sum_ is None else shortfall.result(),
+        )
+        self.inputs.update(dict.fromkeys(group, inputs))
+
+    def _shortfall(
+        self, sum_: ResidualSum, now: Mapping[str, Tensor], then: Mapping[str, Tensor]
+    ) -> Tensor:
+        """What a linear's output [T, N] must add to undo the residual stream's error.
+
+        A norm in between divides by the output's root mean square and multiplies by its gain;
+        the original's root mean square stands for that of the output to come.
+        """
+        missing = then[sum_.stream] - now[sum_.stream]
+        if sum_.norm is None:
+            return missing
+        gain = self.family.norm_offset + self.block.module.get_parameter(f"{sum_.norm}.weight")
+        root_mean_square = then[sum_.norm].square().mean(-1, keepdim=True).sqrt()
+        heard = gain.abs() > QUIET_GAIN * gain.abs().mean()
+        return missing * root_mean_square * torch.where(heard, 1 / gain, 0.0)
 
     def observe_for_search(self) -> None:
         """The same of all groups, with what searches look at besides."""

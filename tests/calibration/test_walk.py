@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from qtool.calibration.decoder_block import DecoderBlock
 from qtool.calibration.families import find_family
 from qtool.calibration.observers import AbsMax, MeanAbs
-from qtool.calibration.walk import DecoderBlock, walk_blocks
+from qtool.calibration.walk import walk_blocks
 from qtool.errors import CalibrationError, CheckpointError, QuantizationError
 from qtool.formats.checkpoint import CheckpointReader
 from support.offline import OFFLINE_VARIANTS
@@ -60,7 +61,7 @@ def test_a_batch_smaller_than_the_samples_gives_the_same_inputs(
     tiny_model_folder: Path, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = [block.inputs.clone() for block in _walk(tiny_model_folder, ids)]
-    monkeypatch.setattr("qtool.calibration.walk.BATCH_TOKENS", 2 * ids.shape[1])
+    monkeypatch.setattr("qtool.calibration.decoder_block.BATCH_TOKENS", 2 * ids.shape[1])
     parts = [block.inputs.clone() for block in _walk(tiny_model_folder, ids)]
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -77,6 +78,26 @@ def test_the_next_block_sees_the_error_of_replaced_weights(
     with torch.no_grad():
         next(walk).module.mlp.up_proj.weight.mul_(0.5)
         torch.testing.assert_close(next(walk).inputs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_original_flows_beside_what_became_of_it(tiny_model_folder: Path, ids: Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    expected = _hidden_states(model, ids)
+    reader = CheckpointReader(tiny_model_folder)
+    with torch.no_grad():
+        for block in walk_blocks(reader, find_family(reader.config), ids, CPU, originals=True):
+            assert block.original_inputs is not None
+            torch.testing.assert_close(
+                block.original_inputs, expected[block.index], rtol=1e-5, atol=1e-5
+            )
+            assert torch.equal(block.inputs, block.original_inputs) == (block.index == 0)
+            block.keep_original()
+            block.module.mlp.up_proj.weight.mul_(0.5)
+            ((now, then),) = block.beside_original(["mlp.down_proj", "input_layernorm"])
+            torch.testing.assert_close(then["input_layernorm"], block.original_inputs.flatten(0, 1))
+            torch.testing.assert_close(now["input_layernorm"], block.inputs.flatten(0, 1))
+            if block.index == 0:
+                torch.testing.assert_close(now["mlp.down_proj"], 0.5 * then["mlp.down_proj"])
 
 
 def test_only_the_current_block_has_weights_in_memory(tiny_model_folder: Path, ids: Tensor) -> None:

@@ -37,6 +37,12 @@ def _weight(rows: int, columns: int, seed: int = 1) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
+def _solve(
+    weights: list[Tensor], nearest: list[QuantizedTensor], hessian: Tensor
+) -> list[gptq.Outcome]:
+    return gptq.solve_group(weights, nearest, hessian, gptq.factorize(hessian))
+
+
 def _ref_solve(weight: Tensor, hessian: Tensor, nearest: QuantizedTensor) -> Tensor:
     """Codes by Optimal Brain Surgeon: round a column, update the free ones, remove it from H^-1."""
     scheme = nearest.scheme
@@ -66,7 +72,7 @@ def test_codes_are_those_of_a_plain_elimination(scheme: WeightScheme) -> None:
     columns = 320  # more than two blocks of columns, the last one ragged
     weight, hessian = _weight(24, columns), _hessian(_inputs(columns, 600))
     nearest = quantize_rtn(weight, scheme, torch.float32)
-    (outcome,) = gptq.solve_group([weight], [nearest], hessian)
+    (outcome,) = _solve([weight], [nearest], hessian)
     expected = _ref_solve(weight, hessian, nearest)
     # A value near a tie may round the other way in float32, and moves its row a little.
     different = (outcome.tensor.codes.float() != expected).float().mean()
@@ -87,7 +93,7 @@ def _dequantize(codes: Tensor, nearest: QuantizedTensor) -> Tensor:
 def test_the_output_error_is_far_below_that_of_rounding_to_nearest(scheme: WeightScheme) -> None:
     weight, x = _weight(48, 256), _inputs(256)
     nearest = quantize_rtn(weight, scheme, torch.bfloat16)
-    (outcome,) = gptq.solve_group([weight], [nearest], _hessian(x))
+    (outcome,) = _solve([weight], [nearest], _hessian(x))
     plain = (x @ (nearest.dequantize() - weight).T).square().mean()
     solved = (x @ (outcome.tensor.dequantize() - weight).T).square().mean()
     assert solved < 0.5 * plain
@@ -97,7 +103,7 @@ def test_grids_are_fixed_from_the_original_columns_and_inputs_are_not_changed() 
     weight, hessian = _weight(16, 128), _hessian(_inputs(128))
     before = weight.clone(), hessian.clone()
     nearest = quantize_rtn(weight, SCHEMES[0], torch.bfloat16)
-    (outcome,) = gptq.solve_group([weight], [nearest], hessian)
+    (outcome,) = _solve([weight], [nearest], hessian)
     assert torch.equal(outcome.tensor.scales, nearest.scales)
     assert torch.equal(outcome.tensor.zeros, nearest.zeros)
     assert torch.equal(weight, before[0]) and torch.equal(hessian, before[1])
@@ -107,9 +113,9 @@ def test_weights_that_share_an_input_get_what_each_would_get_alone() -> None:
     weights = [_weight(rows, 192, seed=rows) for rows in (5, 24, 8)]
     hessian = _hessian(_inputs(192))
     nearest = [quantize_rtn(weight, SCHEMES[1], torch.float32) for weight in weights]
-    together = gptq.solve_group(weights, nearest, hessian)
+    together = _solve(weights, nearest, hessian)
     for weight, plain, found in zip(weights, nearest, together, strict=True):
-        (alone,) = gptq.solve_group([weight], [plain], hessian)
+        (alone,) = _solve([weight], [plain], hessian)
         same = (alone.tensor.codes == found.tensor.codes).float().mean()
         assert same > 0.99  # sums of other lengths round differently
 
@@ -119,14 +125,14 @@ def test_a_channel_that_never_fired_keeps_its_rounded_value_and_moves_no_other()
     x[:, ::9] = 0
     weight = _weight(16, 128)
     nearest = quantize_rtn(weight, SCHEMES[0], torch.float32)
-    (outcome,) = gptq.solve_group([weight], [nearest], _hessian(x))
+    (outcome,) = _solve([weight], [nearest], _hessian(x))
     codes = outcome.tensor.codes
     assert torch.equal(codes[:, ::9], nearest.codes[:, ::9])
     assert (nearest.codes[:, ::9] != nearest.zeros[:, :1]).any(), "the value is not simply zero"
     assert not torch.equal(codes, nearest.codes)
     other = weight.clone()
     other[:, ::9] = 0.9 * weight[:, ::9]  # within the same range: the grids stay
-    (again,) = gptq.solve_group([other], [nearest], _hessian(x))
+    (again,) = _solve([other], [nearest], _hessian(x))
     live = torch.ones(128, dtype=torch.bool)
     live[::9] = False
     assert torch.equal(again.tensor.codes[:, live], codes[:, live])
@@ -135,7 +141,7 @@ def test_a_channel_that_never_fired_keeps_its_rounded_value_and_moves_no_other()
 def test_an_input_that_is_always_zero_rounds_to_nearest() -> None:
     weight = _weight(8, 64)
     nearest = quantize_rtn(weight, SCHEMES[0], torch.float32)
-    (outcome,) = gptq.solve_group([weight], [nearest], torch.zeros(64, 64))
+    (outcome,) = _solve([weight], [nearest], torch.zeros(64, 64))
     assert torch.equal(outcome.tensor.codes, nearest.codes)
     assert outcome.fallback is None
 
@@ -143,7 +149,7 @@ def test_an_input_that_is_always_zero_rounds_to_nearest() -> None:
 def test_fewer_tokens_than_channels_need_no_more_than_the_usual_damping() -> None:
     weight, x = _weight(8, 256), _inputs(256, tokens=3)
     nearest = quantize_rtn(weight, SCHEMES[0], torch.float32)
-    (outcome,) = gptq.solve_group([weight], [nearest], _hessian(x))
+    (outcome,) = _solve([weight], [nearest], _hessian(x))
     assert outcome.fallback is None and outcome.remedy is None
     error = output_error(outcome.tensor.dequantize() - weight, _hessian(x))
     assert error < 0.1 * output_error(nearest.dequantize() - weight, _hessian(x))
@@ -171,7 +177,7 @@ def test_a_moment_that_is_not_finite_falls_back_to_nearest_and_says_why(bad: flo
     hessian[3, 5] = bad
     weights = [_weight(4, 64, seed) for seed in (1, 2)]
     nearest = [quantize_rtn(weight, SCHEMES[0], torch.float32) for weight in weights]
-    for outcome, plain in zip(gptq.solve_group(weights, nearest, hessian), nearest, strict=True):
+    for outcome, plain in zip(_solve(weights, nearest, hessian), nearest, strict=True):
         assert outcome.tensor is plain
         assert outcome.fallback is not None and "cannot be factored" in outcome.fallback
 
@@ -181,7 +187,7 @@ def test_all_zero_groups_and_rows_stay_exactly_zero() -> None:
     weight[:, 32:64] = 0
     weight[3] = 0
     nearest = quantize_rtn(weight, SCHEMES[0], torch.float16)
-    (outcome,) = gptq.solve_group([weight], [nearest], _hessian(_inputs(128)))
+    (outcome,) = _solve([weight], [nearest], _hessian(_inputs(128)))
     found = outcome.tensor.dequantize()
     assert found.isfinite().all()
     assert (found[3] == 0).all()
@@ -196,3 +202,45 @@ def test_the_factor_reproduces_the_inverse() -> None:
     expected = torch.linalg.inv(damped)[factor.order][:, factor.order]
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
     assert torch.equal(factor.upper, factor.upper.triu())
+
+
+@pytest.mark.parametrize("with_shortfall", [False, True])
+def test_a_retargeted_weight_is_the_least_squares_answer_to_what_has_drifted(
+    with_shortfall: bool,
+) -> None:
+    rows, columns, tokens = 6, 40, 900
+    weight, then = _weight(rows, columns), _inputs(columns, tokens)
+    now = then + 0.2 * _inputs(columns, tokens, seed=5)
+    missing = _inputs(rows, tokens, seed=6) if with_shortfall else torch.zeros(tokens, rows)
+    factor = gptq.factorize(_hessian(now))
+    assert factor is not None
+    drift = (then - now).T @ now / tokens
+    shortfall = missing.T @ now / tokens if with_shortfall else None
+    (target,) = gptq.retarget([weight], factor, drift, shortfall)
+
+    # Ridge regression in float64 around the weight itself.
+    x, y = now.double(), then.double() @ weight.double().T + missing.double()
+    moment = x.T @ x / tokens
+    damped = moment + torch.eye(columns).double() * 0.01 * moment.diagonal().mean()
+    residual = (y - x @ weight.double().T).T @ x / tokens
+    expected = weight.double() + torch.linalg.solve(damped, residual.T).T
+    torch.testing.assert_close(target.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_whose_input_has_not_drifted_stays_its_own_target() -> None:
+    weight, x = _weight(6, 40), _inputs(40)
+    factor = gptq.factorize(_hessian(x))
+    assert factor is not None
+    (target,) = gptq.retarget([weight], factor, torch.zeros(40, 40))
+    assert torch.equal(target, weight)
+
+
+def test_a_channel_that_never_fired_keeps_its_column_in_the_target() -> None:
+    weight, now = _weight(6, 40), _inputs(40)
+    now[:, 7] = 0
+    then = now + 0.2 * _inputs(40, seed=5)
+    factor = gptq.factorize(_hessian(now))
+    assert factor is not None
+    (target,) = gptq.retarget([weight], factor, (then - now).T @ now / len(now))
+    assert torch.allclose(target[:, 7], weight[:, 7])
+    assert not torch.allclose(target, weight)

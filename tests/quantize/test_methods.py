@@ -23,7 +23,7 @@ from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.plan import plan_schemes
 
 CALIBRATED = [name for name, method in METHODS.items() if method.needs_calibration]
-BATCHES = ("qtool.calibration.walk.BATCH_TOKENS",)
+BATCHES = ("qtool.calibration.decoder_block.BATCH_TOKENS",)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def _output_errors(folder: Path, ids: Tensor, method: str, **options: Any) -> Te
     """Relative output error of each linear of the first block."""
     job = _job(folder, ids, QuantizeOptions(method=method, **options))
     with torch.no_grad():
-        block = next(walk_blocks(job.reader, job.family, ids, job.device))
+        block = next(walk_blocks(job.reader, job.family, ids, job.device, originals=True))
         records = quantize_block(block, job, METHODS[method].recipe).records
     return torch.tensor([record.output_error for record in records])
 
@@ -108,9 +108,16 @@ def test_the_batch_size_changes_statistics_by_rounding_at_most(
             for target in BATCHES:
                 patch.setattr(target, tokens)
             found.append(next(iter(METHODS[method].run(job))))
-    for name, tensor in found[0].weights.items():
-        same = (tensor.codes.float() == found[1].weights[name].codes.float()).float().mean()
+    first, second = found
+    for name, tensor in first.weights.items():
+        # A solve answers to each error before it: one clip that rounding has turned over moves
+        # every later target, so that only errors can be compared there.
+        if method == "awq+gptq" and "self_attn" not in name:
+            continue
+        same = (tensor.codes.float() == second.weights[name].codes.float()).float().mean()
         assert same > 0.97, name
+    for one, other in zip(first.records, second.records, strict=True):
+        assert one.output_error == pytest.approx(other.output_error, rel=0.02), one.name
 
 
 def test_the_order_of_samples_changes_nothing(loud_folder: Path, ids: Tensor) -> None:
@@ -128,13 +135,13 @@ def test_in_a_block_later_linears_see_what_earlier_ones_became(
     hessians: list[Tensor] = []
     solve = gptq.solve_group
 
-    def spy(weights: Any, nearest: Any, hessian: Tensor) -> Any:
+    def spy(weights: Any, nearest: Any, hessian: Tensor, factor: Any) -> Any:
         hessians.append(hessian)
-        return solve(weights, nearest, hessian)
+        return solve(weights, nearest, hessian, factor)
 
     monkeypatch.setattr("qtool.quantize.block.solve_group", spy)
     with torch.no_grad():
-        block = next(walk_blocks(job.reader, job.family, ids, job.device))
+        block = next(walk_blocks(job.reader, job.family, ids, job.device, originals=True))
         before = _second_moments(block, job.family)
         quantize_block(block, job, METHODS["gptq"].recipe)
         after = _second_moments(block, job.family)
@@ -167,7 +174,7 @@ def _second_moments(block: Any, family: Any) -> list[Tensor]:
 def test_a_layer_whose_modules_all_fall_back_is_rounded_and_named(
     loud_folder: Path, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gptq, "factorize", lambda _: None)
+    monkeypatch.setattr("qtool.quantize.block.factorize", lambda _: None)
     job = _job(loud_folder, ids, QuantizeOptions(method="gptq"))
     with torch.no_grad():
         block = next(iter(METHODS["gptq"].run(job)))
@@ -226,7 +233,7 @@ def test_fused_linears_share_the_static_scale_of_their_input(
     options = QuantizeOptions(method="fp8", granularity="tensor")
     job = _job(loud_folder, ids, options)
     with torch.no_grad():
-        walked = next(walk_blocks(job.reader, job.family, ids, job.device))
+        walked = next(walk_blocks(job.reader, job.family, ids, job.device, originals=True))
         peaks: dict[str, float] = {}
 
         def note(name: str) -> Callable[[Any, tuple[Tensor, ...]], None]:

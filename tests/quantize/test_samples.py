@@ -21,7 +21,7 @@ def test_scales_do_not_depend_on_how_many_samples_run_at_a_time(
 ) -> None:
     options = QuantizeOptions(calibration=(__file__,), samples=7, seq_len=32, device="cpu")
     for name, batch_tokens in (("one", 32), ("three", 96), ("all", 8192)):
-        monkeypatch.setattr("qtool.calibration.walk.BATCH_TOKENS", batch_tokens)
+        monkeypatch.setattr("qtool.calibration.decoder_block.BATCH_TOKENS", batch_tokens)
         quantize_model(tiny_model_folder, tmp_path / name, options)
     one, three, expected = (
         load_file(tmp_path / name / "model.safetensors") for name in ("one", "three", "all")

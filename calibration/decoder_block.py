@@ -1,0 +1,199 @@
+"""One decoder block in memory: run, observed, and held against what it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtool.calibration.observers import Observer
+from qtool.errors import CalibrationError
+
+# Tokens in one forward pass: enough for full speed on 2 cores, while the widest activation
+# (8192 tokens x 14336 x 4 bytes in an 8B model) stays under half a gigabyte.
+BATCH_TOKENS = 8192
+
+
+class _SeenAll(Exception):
+    """Ends a forward pass whose rest nobody looks at."""
+
+
+@dataclass(slots=True)
+class DecoderBlock:
+    """One decoder block with its weights, and what flows into it.
+
+    Attributes:
+        index: position in the model.
+        prefix: full name, as ``model.layers.3``.
+        module: the block, float32, on the walk's device. Replace weights in place.
+        inputs: hidden states of all samples, float32 [num_samples, seq_len, hidden_size] on the
+            host.
+        arguments: the block's other arguments, the same for every batch of samples.
+        device: where the module is.
+        original_inputs: what ``inputs`` are in the original model, or ``None`` if nobody asked.
+        original: the block as it computed before any of its weights was rounded; set by
+            :meth:`keep_original`.
+    """
+
+    index: int
+    prefix: str
+    module: nn.Module
+    inputs: Tensor
+    arguments: Mapping[str, Any]
+    device: torch.device
+    original_inputs: Tensor | None = None
+    original: nn.Module | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return self.inputs.shape[0] * self.inputs.shape[1]
+
+    def run(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch, each [batch, seq_len, hidden_size]."""
+        return self._outputs(self.module, self.inputs)
+
+    def _outputs(self, module: nn.Module, hidden: Tensor) -> Iterator[Tensor]:
+        for batch in _batches(hidden):
+            output = module(batch.to(self.device), **self.arguments)
+            yield output[0] if isinstance(output, tuple) else output
+
+    def keep_original(self) -> None:
+        """Remember the block as it is; a walk without original inputs has no use for it.
+
+        Called after rewrites that leave its function as it was, so that the original's
+        activations are those of the rewritten block.
+        """
+        if self.original_inputs is not None:
+            self.original = copy.deepcopy(self.module)
+
+    def propagate(self) -> None:
+        """Overwrite the inputs with the block's outputs, those of the original with its own.
+
+        Raises:
+            CalibrationError: an output is not finite.
+        """
+        self._propagate(self.module, self.inputs)
+        if self.original_inputs is not None:
+            assert self.original is not None, "keep_original() comes before the first rounding"
+            self._propagate(self.original, self.original_inputs)
+
+    def _propagate(self, module: nn.Module, hidden: Tensor) -> None:
+        for batch, output in zip(_batches(hidden), self._outputs(module, hidden), strict=True):
+            if not output.isfinite().all():
+                raise CalibrationError(
+                    f"{self.prefix} puts out NaN or infinity on calibration text; the model "
+                    "overflows on this text, or its weights are damaged"
+                )
+            batch.copy_(output)
+
+    def observe(self, observers: Mapping[str, Sequence[Observer]]) -> None:
+        """Run the block on all samples; each named linear feeds its input to its observers.
+
+        A pass ends when all of them have seen their input: what comes later is not computed.
+        """
+        waiting: set[str] = set()
+
+        def tick(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(_: nn.Module, __: tuple[Any, ...]) -> None:
+                waiting.discard(name)
+                if not waiting:
+                    raise _SeenAll
+
+            return hook
+
+        with ExitStack() as hooks:
+            attach(self.module, observers, hooks)
+            for name in observers:
+                hook = self.module.get_submodule(name).register_forward_pre_hook(tick(name))
+                hooks.callback(hook.remove)
+            for batch in _batches(self.inputs):
+                waiting.update(observers)
+                with suppress(_SeenAll):
+                    self.module(batch.to(self.device), **self.arguments)
+
+    def beside_original(
+        self, names: Collection[str]
+    ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """Inputs of submodules, now and in the original, batch by batch.
+
+        A pass ends when all of them were reached. Needs :meth:`keep_original`.
+
+        Yields:
+            Two dictionaries by name, float32 [tokens, features] each.
+        """
+        assert self.original is not None and self.original_inputs is not None
+        streams = _batches(self.inputs), _batches(self.original_inputs)
+        for now, then in zip(*streams, strict=True):
+            yield (
+                self._inputs_of(self.module, names, now),
+                self._inputs_of(self.original, names, then),
+            )
+
+    def _inputs_of(
+        self, module: nn.Module, names: Collection[str], hidden: Tensor
+    ) -> dict[str, Tensor]:
+        caught: dict[str, Tensor] = {}
+
+        def catch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+                caught[name] = args[0].flatten(0, -2)
+                if len(caught) == len(names):
+                    raise _SeenAll
+
+            return hook
+
+        with ExitStack() as hooks, suppress(_SeenAll):
+            for name in names:
+                hook = module.get_submodule(name).register_forward_pre_hook(catch(name))
+                hooks.callback(hook.remove)
+            module(hidden.to(self.device), **self.arguments)
+        return caught
+
+    def capture(self, name: str, samples: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+        """Input of a submodule on some of the samples, and its other arguments.
+
+        Returns:
+            Its hidden states, float32 [len(samples), seq_len, features], and keyword arguments.
+        """
+        caught: list[tuple[Tensor, dict[str, Any]]] = []
+
+        def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rest = dict(kwargs)
+            hidden = args[0] if args else rest.pop("hidden_states")
+            caught.append((hidden, rest))
+
+        submodule = self.module.get_submodule(name)
+        hook = submodule.register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            self.module(self.inputs[list(samples)].to(self.device), **self.arguments)
+        finally:
+            hook.remove()
+        return caught[0]
+
+
+def attach(
+    module: nn.Module, observers: Mapping[str, Sequence[Observer]], hooks: ExitStack
+) -> None:
+    """Each named linear feeds its input to its observers until ``hooks`` close."""
+    for name, attached in observers.items():
+        hook = module.get_submodule(name).register_forward_pre_hook(_feed(attached))
+        hooks.callback(hook.remove)
+
+
+def _batches(hidden: Tensor) -> tuple[Tensor, ...]:
+    """Views of samples [num_samples, seq_len, hidden_size] for one forward pass each."""
+    return tuple(hidden.split(max(1, BATCH_TOKENS // hidden.shape[1])))
+
+
+def _feed(observers: Sequence[Observer]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+        for observer in observers:
+            observer.update(args[0].flatten(0, -2))
+
+    return hook
