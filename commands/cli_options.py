@@ -168,6 +168,7 @@ METHOD_NAMES = (
     "smoothquant",
     "smoothquant+gptq",
     "fp8",
+    "fp8+gptq",
 )
 
 scheme_options = options(

@@ -39,6 +39,7 @@ def _rounded_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
             weight = read_weight(job.reader, f"{name}.weight", job.device)
             weights[name] = quantize_rtn(weight, job.schemes[name], job.dtype)
             records.append(module_record(name, recipe.name, weight, weights[name]))
+        job.reader.close()  # a memory map counts as memory as far as it was read
         yield QuantizedBlock(weights, tuple(records))
 
 
@@ -51,6 +52,7 @@ _RECIPES = (
     Recipe(name="smoothquant", smoothing="smoothquant", family="w8a8"),
     Recipe(name="smoothquant+gptq", smoothing="smoothquant", solve=True, family="w8a8"),
     Recipe(name="fp8", family="fp8"),
+    Recipe(name="fp8+gptq", solve=True, family="fp8"),
 )
 
 METHODS: Mapping[str, Method] = {recipe.name: Method(recipe) for recipe in _RECIPES}
