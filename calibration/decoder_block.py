@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ BATCH_TOKENS = 8192
 
 class _SeenAll(Exception):
     """Ends a forward pass whose rest nobody looks at."""
+
+
+class _Replay:
+    """Stands in for attention whose output projection has its inputs already.
+
+    Passes visit all batches in the same order, each once.
+    """
+
+    def __init__(self, projection: nn.Module, inputs: Sequence[Tensor]) -> None:
+        self._projection, self._inputs = projection, cycle(inputs)
+
+    def __call__(self, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return self._projection(next(self._inputs)), None
 
 
 @dataclass(slots=True)
@@ -48,6 +62,7 @@ class DecoderBlock:
     device: torch.device
     original_inputs: Tensor | None = None
     original: nn.Module | None = None
+    _replayed: list[nn.Module] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +169,32 @@ class DecoderBlock:
                 hooks.callback(hook.remove)
             module(hidden.to(self.device), **self.arguments)
         return caught
+
+    def replay(
+        self, submodule: str, linear: str, now: Sequence[Tensor], then: Sequence[Tensor]
+    ) -> None:
+        """From now on let a submodule run its last linear alone, on inputs that are known.
+
+        For when all weights before that linear are final. Until :meth:`release`.
+
+        Args:
+            submodule: whose output is the linear's, as attention's.
+            linear: its last one; its weight may still change.
+            now, then: the linear's inputs in all batches, here and in the original, as
+                :meth:`beside_original` gave them.
+        """
+        for module, flat in ((self.module, now), (self.original, then)):
+            assert module is not None
+            parts = [part.unflatten(0, (-1, self.inputs.shape[1])) for part in flat]
+            stand_in = _Replay(module.get_submodule(linear), parts)
+            module.get_submodule(submodule).forward = stand_in
+            self._replayed.append(module.get_submodule(submodule))
+
+    def release(self) -> None:
+        """Let submodules run by themselves again."""
+        for submodule in self._replayed:
+            del submodule.forward
+        self._replayed.clear()
 
     def capture(self, name: str, samples: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
         """Input of a submodule on some of the samples, and its other arguments.

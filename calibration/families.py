@@ -94,6 +94,7 @@ class ModelFamily:
         not_smoothed: places where others smooth and this family cannot, with the reason.
         routers: linears that choose experts, never quantized.
         experts: names of a mixture of experts.
+        attention_output: the last linear of attention; its parent puts out what it does.
     """
 
     model_type: str
@@ -106,6 +107,7 @@ class ModelFamily:
     not_smoothed: tuple[tuple[str, str], ...] = ()
     routers: tuple[str, ...] = ()
     experts: ExpertNames | None = None
+    attention_output: str = O
 
     @property
     def linears(self) -> tuple[str, ...]:

@@ -147,6 +147,7 @@ class Walk:
         block = self._enter()
         if self._samples is not None and self._index + 1 < len(self._prefixes):
             block.propagate()
+        block.release()
         release_weights(block.module)
         self._reader.close()  # a memory map counts as memory as far as it was read
         self._block = None

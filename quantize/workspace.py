@@ -136,8 +136,11 @@ class Workspace:
         hessian, peak, drift = Hessian(name), AbsMax(name), CrossMoment(name)
         shortfall, sum_ = CrossMoment(name), self.family.sums.get(name)
         places = [] if sum_ is None else [p for p in (sum_.stream, sum_.norm) if p is not None]
+        kept: list[tuple[Tensor, Tensor]] = []
         for now, then in self.block.beside_original([name, *places]):
             x = now[name]
+            if name == self.family.attention_output:
+                kept.append((x, then[name]))
             hessian.update(x)
             peak.update(x)
             drift.update_pair(x, then[name] - x)
@@ -151,6 +154,8 @@ class Workspace:
             None if sum_ is None else shortfall.result(),
         )
         self.inputs.update(dict.fromkeys(group, inputs))
+        if kept:
+            self.block.replay(name.rpartition(".")[0], name, *zip(*kept, strict=True))
 
     def _shortfall(
         self, sum_: ResidualSum, now: Mapping[str, Tensor], then: Mapping[str, Tensor]
