@@ -31,7 +31,7 @@ from qtool.quantize.prepare import (
     result_bytes,
     work_bytes,
 )
-from qtool.quantize.tensor_parallel import SIZES, obstacles
+from qtool.formats.tensor_parallel import SIZES, obstacles
 
 
 @dataclass(frozen=True, slots=True)
