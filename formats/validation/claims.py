@@ -15,7 +15,6 @@ from qtool.errors import CheckpointError, UsageError
 from qtool.formats.patterns import LINEAR, regex_problem, target_matches
 from qtool.formats.scheme import BLOCK_SIZE, ActivationScheme, WeightScheme
 
-
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 

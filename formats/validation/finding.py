@@ -34,11 +34,16 @@ class Finding:
     check: str = ""
     places: int = 1
 
-    def __str__(self) -> str:
+    @property
+    def found(self) -> str:
+        """Where, and what."""
         count = f" ({self.places} places)" if self.places > 1 else ""
         # What could not even be opened names its file already.
-        place = "" if self.value.startswith(self.where) else f"{self.where}{count}: "
-        return f"{place}{self.value}; {self.rule}: {self.remedy}"
+        named = self.value.startswith(self.where)
+        return self.value if named else f"{self.where}{count}: {self.value}"
+
+    def __str__(self) -> str:
+        return f"{self.found}; {self.rule}: {self.remedy}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
