@@ -110,16 +110,16 @@ def _claim(
 ) -> Claim:
     edges = (int(block[0]), int(block[1])) if block else (BLOCK_SIZE, BLOCK_SIZE)
     size = group_size if strategy == "group" else None
+    values: dict[str, Any] = {
+        "bits": 4 if bits == 2 else bits,  # codes of 2 bits are read as codes of 4
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": size,
+        "type": type,
+        "activations": activations,
+    }
     try:
-        # Codes of 2 bits are read as codes of 4.
-        scheme = WeightScheme(
-            4 if bits == 2 else bits,
-            symmetric,
-            strategy,
-            size,
-            type,
-            activations,  # type: ignore[arg-type]
-        )
+        scheme: WeightScheme | None = WeightScheme(**values)
     except UsageError:
         scheme = None
     if strategy == "block" and edges != (BLOCK_SIZE, BLOCK_SIZE):

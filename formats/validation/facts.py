@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qtool.errors import CheckpointError
@@ -119,6 +120,7 @@ def gather_facts(reader: CheckpointReader) -> Facts:
     Raises:
         CheckpointError: a file that is there cannot be read.
     """
+    _open_shards(reader)
     block, block_file = quantization_block(reader.folder, reader.config)
     claims, problem = _understood(block)
     index_path = reader.folder / INDEX_NAME
@@ -132,6 +134,19 @@ def gather_facts(reader: CheckpointReader) -> Facts:
         problem=problem,
         linears=tuple(_linears(reader, claims)),
     )
+
+
+def _open_shards(reader: CheckpointReader) -> None:
+    """The safetensors library, which every loader uses, has checks that our reader has not."""
+    for shard in sorted({entry.shard for entry in reader.entries.values()}):
+        path = reader.folder / shard
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path}: the safetensors library refuses it ({error}); write the file again"
+            ) from None
 
 
 def quantization_block(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from safetensors import SafetensorError, safe_open
-
 from qtool.formats.reader import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from qtool.formats.validation.facts import Facts
 from qtool.formats.validation.finding import Finding
@@ -14,22 +12,6 @@ from qtool.formats.validation.finding import Finding
 GENERATION = "generation_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "chat_templates")
-
-
-def headers_of_the_library(facts: Facts) -> Iterator[Finding]:
-    """The safetensors library, which every loader uses, has checks that our reader has not."""
-    for shard in sorted({entry.shard for entry in facts.reader.entries.values()}):
-        try:
-            with safe_open(facts.reader.folder / shard, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            yield Finding(
-                "error",
-                shard,
-                str(error),
-                "the safetensors library opens every shard",
-                "write the file again",
-            )
 
 
 def index_metadata(facts: Facts) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -16,6 +16,14 @@ from qtool.formats.validation.finding import Finding
 HEAD = "lm_head"
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+# What vLLM takes as kv_cache_scheme.
+CACHE_SCHEME: Mapping[str, tuple[object, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True,),
+    "strategy": ("tensor", "attn_head"),
+}
 
 # Scales of keys and values, as compressed-tensors, ModelOpt and older tools name them.
 _CACHE_SCALE = re.compile(
@@ -105,9 +113,7 @@ def cache_scheme(facts: Facts) -> Iterator[Finding]:
     if scheme is None:
         return
     values = scheme if isinstance(scheme, dict) else {}
-    wanted = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
-    wanted |= {"strategy": ("tensor", "attn_head")}
-    for key, allowed in wanted.items():
+    for key, allowed in CACHE_SCHEME.items():
         if values.get(key) not in allowed:
             yield Finding(
                 "error",

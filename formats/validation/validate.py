@@ -21,7 +21,6 @@ from qtool.formats.validation.finding import TARGETS, Finding, Target
 Rule = Callable[[Facts], Iterator[Finding]]
 
 RULES: tuple[Rule, ...] = (
-    files.headers_of_the_library,
     files.index_metadata,
     files.stray_weights,
     files.custom_code,
