@@ -1,4 +1,4 @@
-"""For every rule of ``qtool validate`` a checkpoint that breaks it, and nothing else if possible."""
+"""For every rule of ``qtool validate`` a checkpoint that breaks it, alone where that can be."""
 
 from __future__ import annotations
 
