@@ -110,7 +110,7 @@ def place_of_config(facts: Facts) -> Iterator[Finding]:
             "error",
             QUANTIZATION,
             "quant_method modelopt",
-            "transformers has no loader for it",
+            "transformers has no loader for it and takes the codes as weights",
             "load it with vLLM or qtool, or convert it",
             ("transformers",),
         )

@@ -67,10 +67,10 @@ def custom_code(facts: Facts) -> Iterator[Finding]:
     for module in sorted(modules):
         if f"{module}.py" not in facts.files:
             yield Finding(
-                "error",
+                "warning",
                 f"{CONFIG_NAME}: auto_map",
                 f"{module}.py is not in the folder",
-                "code that the config names is loaded from the folder",
+                "with trust_remote_code, code that the config names is loaded from the folder",
                 "copy the file from the original model",
                 ("vllm", "transformers"),
             )

@@ -81,7 +81,7 @@ def weight_shapes(facts: Facts) -> Iterator[Finding]:
         stored = facts.small(f"{linear.name}.weight_shape").tolist()
         if stored != [n, k]:
             value, rule = f"weight_shape holds {stored}", f"the packed codes are {n} x {k}"
-            yield Finding("error", linear.name, value, rule, AGAIN)
+            yield Finding("error", linear.name, value, rule, AGAIN, ("transformers", "qtool"))
 
 
 def unknown_tensors(facts: Facts) -> Iterator[Finding]:

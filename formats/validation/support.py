@@ -27,7 +27,7 @@ def schemes(facts: Facts) -> Iterator[Finding]:
 def _scheme(facts: Facts, claim: Claim) -> Iterator[Finding]:
     name = claim.describe()
     if claim.scheme is None:
-        yield _unsupported("qtool", name, "qtool runs 4 and 8 bits, 8 bits symmetric")
+        yield _unsupported("qtool", name, "qtool runs weights of 4 and 8 bits, and FP8")
     if facts.method == "gptq" and (claim.bits, claim.symmetric) not in VLLM_GPTQ:
         yield _unsupported("vllm", name, "vLLM runs GPTQ files of 4 and 8 bits, symmetric")
     if facts.method == "awq" and claim.bits != 4:
@@ -41,6 +41,15 @@ def _scheme(facts: Facts, claim: Claim) -> Iterator[Finding]:
             "the packing of 3, 5, 6 and 7 bits differs between versions of compressed-tensors",
             "use 4 or 8 bits",
             ("vllm", "transformers"),
+        )
+    if packed and claim.bits == 8 and not claim.symmetric:
+        yield Finding(
+            "warning",
+            QUANTIZATION,
+            name,
+            "vLLM's fast kernels take zero points at 4 bits alone",
+            "quantize 8 bits symmetric",
+            ("vllm",),
         )
     if packed and not claim.symmetric:
         yield Finding(
@@ -116,21 +125,16 @@ def gptq_version(facts: Facts) -> Iterator[Finding]:
 
 
 def activation_order(facts: Facts) -> Iterator[Finding]:
-    """vLLM dropped groups that are not contiguous."""
+    """Groups that are not contiguous: vLLM and compressed-tensors 0.20 have dropped them."""
     block = facts.block or {}
-    ordered = [
-        f"{name}: actorder {(group.get('weights') or {}).get('actorder')}"
-        for name, group in config_groups(facts)
-        if (group.get("weights") or {}).get("actorder") in ("group", "dynamic", True)
-    ]
+    for name, group in config_groups(facts):
+        order = (group.get("weights") or {}).get("actorder")
+        if order in ("group", "dynamic", True):
+            yield _reordered(f"{name}: actorder {order}", ("vllm", "transformers"))
     if facts.method == "gptq" and block.get("desc_act") and block.get("group_size") != -1:
-        ordered.append("desc_act true")
-    for value in ordered:
-        yield Finding(
-            "error",
-            QUANTIZATION,
-            value,
-            "vLLM runs contiguous groups only",
-            "quantize with static activation order",
-            ("vllm",),
-        )
+        yield _reordered("desc_act true", ("vllm",))
+
+
+def _reordered(value: str, targets: tuple[Target, ...]) -> Finding:
+    rule, remedy = "groups are contiguous", "quantize with static activation order"
+    return Finding("error", QUANTIZATION, value, rule, remedy, targets)

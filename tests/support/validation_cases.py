@@ -136,6 +136,7 @@ CASES = (
     ),
     Case(
         "custom-code",
+        level="warning",
         targets=("vllm", "transformers"),
         edit=lambda d: d.config.update(auto_map={"AutoConfig": "configuration_x.XConfig"}),
     ),
@@ -225,7 +226,11 @@ CASES = (
         targets=("vllm",),
         edit=_both(_reorder, lambda d: d.block.update(desc_act=True)),
     ),
-    Case("activation-order", targets=("vllm",), edit=lambda d: d.weights.update(actorder="group")),
+    Case(
+        "activation-order",
+        targets=("vllm", "transformers"),
+        edit=lambda d: d.weights.update(actorder="group"),
+    ),
     Case("config-and-tensors", edit=lambda d: make_plain(d, Q)),
     Case("config-and-tensors", edit=lambda d: d.block["ignore"].append("re:.*mlp.*")),
     Case("config-and-tensors", "awq", edit=lambda d: make_plain(d, Q)),
@@ -251,6 +256,7 @@ CASES = (
     ),
     Case(
         "weight-shapes",
+        targets=("transformers", "qtool"),
         edit=lambda d: d.tensors.update({f"{Q}.weight_shape": torch.tensor([256, 512])}),
     ),
     Case(
@@ -309,6 +315,6 @@ CASES = (
         "tensor-parallel",
         level="warning",
         targets=("vllm",),
-        edit=lambda d: d.config.update(num_attention_heads=12),
+        edit=lambda d: d.config.update(num_attention_heads=4, num_key_value_heads=4, head_dim=64),
     ),
 )

@@ -108,6 +108,18 @@ def test_two_bit_gptq_is_for_qtool_and_transformers(tmp_path: Path) -> None:
     assert [(finding.check, finding.targets) for finding in found] == [("schemes", ("vllm",))]
 
 
+def test_eight_bits_with_zero_points_are_slow_in_vllm(tmp_path: Path) -> None:
+    draft = make_draft("pack-quantized asym")
+    draft.weights["num_bits"] = 8
+    for name in linear_names():
+        n, k = draft.tensors[f"{name}.weight_shape"].tolist()
+        draft.tensors[f"{name}.weight_packed"] = torch.zeros(n, k // 4, dtype=torch.int32)
+        zeros = torch.zeros(n // 4, k // GROUP, dtype=torch.int32)
+        draft.tensors[f"{name}.weight_zero_point"] = zeros
+    (finding,) = validate(draft.write(tmp_path), ["vllm"])
+    assert (finding.level, finding.check) == ("warning", "schemes")
+
+
 JUNK = (None, 0, -1, True, 1.5, "x", [], {}, [1], [[1]], {"a": 1}, ["re:("], [{}], 10**9)
 
 
