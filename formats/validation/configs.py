@@ -7,7 +7,7 @@ from typing import Any
 
 from qtool.formats.reader import CONFIG_NAME
 from qtool.formats.validation.facts import Facts
-from qtool.formats.validation.finding import Finding, Target
+from qtool.formats.validation.finding import Finding
 
 QUANTIZATION = f"{CONFIG_NAME}: quantization_config"
 
@@ -31,22 +31,14 @@ REQUIRED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def architecture(facts: Facts) -> Iterator[Finding]:
-    """Who the model is."""
-    names: tuple[tuple[str, type, tuple[Target, ...]], ...] = (
-        ("model_type", str, ("transformers", "qtool")),
-        ("architectures", list, ("vllm",)),
-    )
-    for key, kind, targets in names:
-        value = facts.config.get(key)
-        if not isinstance(value, kind) or not value:
-            yield Finding(
-                "error",
-                f"{CONFIG_NAME}: {key}",
-                repr(value),
-                "loaders choose the model's class by it",
-                "copy it from the original model",
-                targets,
-            )
+    """Who the model is; vLLM guesses the class from the type, for models transformers knows."""
+    rule, remedy = "loaders choose the model's class by it", "copy it from the original model"
+    kind, classes = facts.config.get("model_type"), facts.config.get("architectures")
+    if not isinstance(kind, str) or not kind:
+        yield Finding("error", f"{CONFIG_NAME}: model_type", repr(kind), rule, remedy)
+    if not isinstance(classes, list) or not classes:
+        where = f"{CONFIG_NAME}: architectures"
+        yield Finding("warning", where, repr(classes), rule, remedy, ("vllm",))
 
 
 def dtype(facts: Facts) -> Iterator[Finding]:

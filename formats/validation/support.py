@@ -12,6 +12,8 @@ from qtool.formats.validation.finding import Finding, Target
 # Widths that the fast kernels of AWQ and GPTQ files have group sizes for.
 MARLIN_GROUPS = (-1, 32, 64, 128)
 
+DEPRECATED = ("fbgemm_fp8",)
+
 # (bits, symmetric) of GPTQ files that vLLM has a type for.
 VLLM_GPTQ = ((4, True), (8, True))
 
@@ -65,6 +67,19 @@ def _scheme(facts: Facts, claim: Claim) -> Iterator[Finding]:
 def _unsupported(target: Target, scheme: str, rule: str) -> Finding:
     remedy = "quantize the original model to a scheme it runs, or convert"
     return Finding("error", QUANTIZATION, scheme, rule, remedy, (target,))
+
+
+def deprecated_method(facts: Facts) -> Iterator[Finding]:
+    """Methods that vLLM is about to drop."""
+    if facts.method in DEPRECATED:
+        yield Finding(
+            "warning",
+            QUANTIZATION,
+            f"quant_method {facts.method}",
+            "vLLM 0.32 calls it deprecated",
+            "serve it with --allow-deprecated-quantization, or convert it",
+            ("vllm",),
+        )
 
 
 def awq_keys(facts: Facts) -> Iterator[Finding]:

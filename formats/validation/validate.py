@@ -37,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     configs.status,
     configs.patterns,
     support.schemes,
+    support.deprecated_method,
     support.awq_keys,
     support.kernel_groups,
     support.gptq_version,
