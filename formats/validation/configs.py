@@ -61,8 +61,9 @@ def dtype(facts: Facts) -> Iterator[Finding]:
                 "error",
                 f"{CONFIG_NAME}: {key}",
                 repr(value),
-                "loaders compute in a float dtype",
+                "transformers computes in a float dtype",
                 f"name one of {', '.join(known)}",
+                ("transformers",),
             )
     if len({str(value).removeprefix("torch.") for value in found.values()}) > 1:
         yield Finding(
@@ -87,15 +88,15 @@ def readable_config(facts: Facts) -> Iterator[Finding]:
 
 
 def place_of_config(facts: Facts) -> Iterator[Finding]:
-    """Files of older tools are read by some loaders only."""
+    """Files of older tools are read by some loaders only; vLLM looks for ModelOpt's unasked."""
     if facts.block is not None and facts.block_file != CONFIG_NAME:
         yield Finding(
             "error",
             facts.block_file,
             f"{CONFIG_NAME} has no quantization_config",
-            "transformers reads the quantization from config.json alone",
+            "loaders look for the quantization there",
             "copy the values there, with quant_method",
-            ("transformers",),
+            ("transformers",) if facts.method == "modelopt" else ("vllm", "transformers"),
         )
     if facts.method == "modelopt":
         yield Finding(

@@ -166,14 +166,22 @@ CASES = (
     ),
     Case("architecture", edit=lambda d: d.config.pop("model_type")),
     Case("dtype", level="warning", edit=lambda d: d.config.pop("dtype")),
-    Case("dtype", edit=lambda d: d.config.update(dtype="int8")),
+    Case("dtype", targets=("transformers",), edit=lambda d: d.config.update(dtype="int8")),
+    Case(
+        "place-of-config",
+        "modelopt",
+        targets=("transformers",),
+        edit=lambda d: d.files.update(
+            {"hf_quant_config.json": json.dumps(d.config.pop("quantization_config"))}
+        ),
+    ),
     Case("dtype", level="warning", edit=lambda d: d.config.update(torch_dtype="float16")),
     Case("readable-config", edit=lambda d: d.block.update(ignore=["re:("])),
     Case("readable-config", "awq", edit=lambda d: d.block.update(quant_method="hqq")),
     Case(
         "place-of-config",
         "gptq",
-        targets=("transformers",),
+        targets=("vllm", "transformers"),
         edit=lambda d: d.files.update(
             {"quantize_config.json": json.dumps(d.config.pop("quantization_config"))}
         ),
