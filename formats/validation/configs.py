@@ -160,7 +160,7 @@ def patterns(facts: Facts) -> Iterator[Finding]:
     """Names of modules that mean none are a mistake in most cases."""
     if facts.method != "compressed-tensors":
         return
-    modules = {linear.name for linear in facts.linears}
+    modules = {name.rpartition(".")[0] for name in facts.reader.entries}
     names = (facts.block or {}).get("ignore")
     for pattern in names if isinstance(names, list) else ():
         # A tied head is no tensor, and must be ignored all the same.
@@ -170,7 +170,7 @@ def patterns(facts: Facts) -> Iterator[Finding]:
                 "warning",
                 f"{QUANTIZATION}: ignore",
                 repr(pattern),
-                "a name means a linear of the checkpoint",
+                "a name means a module of the checkpoint",
                 "correct it, or take it out",
             )
 
