@@ -136,19 +136,27 @@ def _compressed_tensors(block: Mapping[str, Any]) -> Claims:
         layout = group.get("format") or block["format"]
         groups.append((_strings(group["targets"]), _compressed_claim(group, layout)))
 
+    ignored = _matcher(ignore)
+    exact = [(_matcher(t for t in targets if t != LINEAR), claim) for targets, claim in groups]
+    by_class = next((claim for targets, claim in groups if LINEAR in targets), None)
+
     def claims(module: str) -> Claim | None:
-        if any(target_matches(pattern, module) for pattern in ignore):
+        if ignored(module):
             return None
-        for exact in (True, False):
-            for targets, claim in groups:
-                if any(target_matches(t, module) and (t != LINEAR) == exact for t in targets):
-                    return claim
-        return None
+        return next((claim for matches, claim in exact if matches(module)), by_class)
 
     for pattern in (*ignore, *(target for targets, _ in groups for target in targets)):
         if problem := regex_problem(pattern):
             raise ValueError(f"{pattern!r} is no regular expression ({problem})")
     return claims
+
+
+def _matcher(targets: Iterable[str]) -> Callable[[str], bool]:
+    """:func:`target_matches` for any of many: full names, of which a list may have thousands, by
+    look-up."""
+    names = frozenset(targets)
+    patterns = [target for target in names if target.startswith("re:") or target == LINEAR]
+    return lambda module: module in names or any(target_matches(t, module) for t in patterns)
 
 
 def _compressed_claim(group: Mapping[str, Any], layout: str) -> Claim:

@@ -160,12 +160,15 @@ def patterns(facts: Facts) -> Iterator[Finding]:
     """Names of modules that mean none are a mistake in most cases."""
     if facts.method != "compressed-tensors":
         return
-    modules = {name.rpartition(".")[0] for name in facts.reader.entries}
+    modules: set[str] = set()
+    for name in facts.reader.entries:
+        while (name := name.rpartition(".")[0]) and name not in modules:
+            modules.add(name)
     names = (facts.block or {}).get("ignore")
     for pattern in names if isinstance(names, list) else ():
         # A tied head is no tensor, and must be ignored all the same.
         literal = isinstance(pattern, str) and not pattern.startswith("re:") and "." in pattern
-        if literal and not any(f"{name}.".startswith(f"{pattern}.") for name in modules):
+        if literal and pattern not in modules:
             yield Finding(
                 "warning",
                 f"{QUANTIZATION}: ignore",
