@@ -16,7 +16,7 @@ from typing import Any
 from qtool.formats.gguf_header import GgufHeader, read_gguf_header
 from qtool.formats.reader import CheckpointReader, TensorEntry, read_header
 from qtool.formats.safetensors_file import read_tensor
-from qtool.formats.validation.claims import Claim
+from qtool.formats.validation.claim import Claim
 from qtool.formats.validation.facts import Facts, by_module, gather_facts
 from qtool.formats.validation.inferred import inferred_claim
 from qtool.formats.validation.layouts import CACHE_PARTS, QUANTIZED_PARTS, linear_size

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from qtool.errors import CheckpointError
 from qtool.formats.reader import CONFIG_NAME, INDEX_NAME, CheckpointReader, TensorEntry, read_json
-from qtool.formats.validation.claims import Claim, Claims, claims_of
+from qtool.formats.validation.claim import Claim
+from qtool.formats.validation.claims import Claims, claims_of
 from qtool.formats.validation.layouts import (
     FLOATS,
     QUANTIZED_PARTS,

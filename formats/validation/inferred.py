@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from qtool.formats.reader import TensorEntry
-from qtool.formats.validation.claims import Claim
+from qtool.formats.validation.claim import Claim
 from qtool.formats.validation.layouts import Shape
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from qtool.formats.reader import TensorEntry
-from qtool.formats.validation.claims import Claim
+from qtool.formats.validation.claim import Claim
 
 Shape = tuple[int, ...]
 Tensors = Mapping[str, TensorEntry]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from qtool.formats.validation.claims import Claim
+from qtool.formats.validation.claim import Claim
 from qtool.formats.validation.facts import Facts, Linear
 from qtool.formats.validation.finding import Finding, Target
 from qtool.formats.validation.layouts import (

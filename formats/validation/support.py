@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qtool.formats.validation.claims import Claim
+from qtool.formats.validation.claim import Claim
 from qtool.formats.validation.configs import QUANTIZATION, config_groups
 from qtool.formats.validation.facts import Facts
 from qtool.formats.validation.finding import Finding, Target
