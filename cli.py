@@ -22,6 +22,7 @@ from qtool.commands.cli_options import (
     sampling_options,
     scheme_options,
     take_loading,
+    targets_option,
 )
 
 
@@ -213,6 +214,36 @@ def serve(
     loading = ModelOptions(**take_loading(engine))
     chosen = EngineOptions(model=model or model_option or "", loading=loading, **engine)
     command.run(chosen, command.ServeOptions(host=host, port=port, api_key=api_key))
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@targets_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def validate(folder: Path, targets: tuple[Any, ...], as_json: bool) -> None:
+    """Would the loaders of vLLM, transformers and qtool take the checkpoint in DIR?
+
+    Rules on files, config and headers; nothing is loaded. The exit code is 1 if there are errors.
+    """
+    from qtool.commands import validate as command
+    from qtool.commands.console import Show
+
+    command.run(folder, targets, Show(as_json))
+
+
+@main.command("inspect")
+@click.argument("path", metavar="DIR|FILE", type=click.Path(path_type=Path))
+@click.option("--all", "every", is_flag=True, help="A row for each module.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def look(path: Path, every: bool, as_json: bool) -> None:
+    """What a checkpoint is: parameters, bits, schemes, sizes, and the quality its report records.
+
+    DIR is a model folder of any format, FILE a .safetensors or .gguf file. Only headers are read.
+    """
+    from qtool.commands import inspect as command
+    from qtool.commands.console import Show
+
+    command.run(path, Show(as_json), every=every)
 
 
 @main.command()

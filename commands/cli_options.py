@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from qtool.errors import QtoolError
+from qtool.formats.validation.finding import TARGETS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -227,6 +228,15 @@ sampling_options = options(
     click.option("--seed", type=int, help="Makes sampling reproducible."),
     click.option("--stop", multiple=True, help="Text that ends the output; may be repeated."),
     click.option("--ignore-eos", is_flag=True, help="Go on after end-of-sequence tokens."),
+)
+
+
+targets_option = click.option(
+    "--for",
+    "targets",
+    type=click.Choice(TARGETS),
+    multiple=True,
+    help="Whose loader; may be repeated. Default: all of them.",
 )
 
 

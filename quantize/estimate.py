@@ -16,6 +16,7 @@ from typing import Any
 
 from qtool.calibration.mix import Part, Sampler
 from qtool.formats.checkpoint import CheckpointReader, check_target
+from qtool.formats.tensor_parallel import SIZES, obstacles
 from qtool.formats.writer import existing_parent
 from qtool.quantize.fingerprint import run_fingerprint
 from qtool.quantize.job import Job
@@ -31,7 +32,6 @@ from qtool.quantize.prepare import (
     result_bytes,
     work_bytes,
 )
-from qtool.quantize.tensor_parallel import SIZES, obstacles
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from qtool.quantize.prepare import (
 )
 from qtool.quantize.publish import publish
 from qtool.quantize.report import Evaluation, ModuleRecord, Report
-from qtool.quantize.verify import verify_tensors
+from qtool.quantize.verify import verify_loads, verify_tensors
 from qtool.quantize.work import WorkFolder, bytes_done
 
 __all__ = ["Evaluated", "Evaluator", "Origin", "Progress", "quantize_model"]
@@ -138,8 +138,10 @@ def _finish(
     """Write the result, read it back, compare it with the original, and publish it."""
     with run.clock.phase("write"):
         digests, head = _write_tensors(run.job, run.work, writer, progress)
+    writer.copy_side_files(run.job.reader.folder)
     with run.clock.phase("verify"):
         verify_tensors(writer.folder, digests)
+        verify_loads(writer.folder)
     with run.clock.phase("evaluate"):
         found = _evaluate(run, writer.folder, evaluator)
     report = _report(run, head, writer, found)
@@ -147,7 +149,6 @@ def _finish(
     missing = publish(writer, report, probe, run.clock.phases)
     if missing is not None:
         progress(Progress("publish", 1, 1, missing))
-    writer.copy_side_files(run.job.reader.folder)
     writer.finish()
     return report
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from qtool.errors import CheckpointError
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.safetensors_file import tensor_digest
+from qtool.formats.validation.validate import validate
+
+# The rule about what a loader runs.
+SCHEMES = "schemes"
 
 # A memory map counts as memory as far as it was read; it is renewed after so many bytes.
 MAPPED_BYTES = 64 * 1024**2
@@ -42,3 +46,26 @@ def verify_tensors(
                 mapped = 0
             progress(index + 1, len(digests))
     return len(digests)
+
+
+def verify_loads(folder: Path) -> None:
+    """Run the rules of ``qtool validate`` on a folder that is to be published.
+
+    A scheme that another loader does not run is no fault of the folder: who takes which format is
+    said where it is chosen.
+
+    Raises:
+        CheckpointError: vLLM, transformers or qtool would refuse it.
+    """
+    errors = [
+        finding
+        for finding in validate(folder)
+        if finding.level == "error"
+        and not (finding.check == SCHEMES and "qtool" not in finding.targets)
+    ]
+    if errors:
+        listed = "\n".join(f"  {', '.join(finding.targets)}: {finding}" for finding in errors)
+        raise CheckpointError(
+            f"the result is not published, because these would refuse it:\n{listed}\n"
+            "Repair what the source has of it, or ask for another scheme."
+        )

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from qtool.calibration.families import DOWN, O
-from qtool.formats.scheme import WeightScheme
+from typing import Any, Protocol
 
 SIZES = (1, 2, 4, 8)
 
 # These are split along their inputs, all others along their outputs (Megatron-LM, section 3).
-_ALONG_INPUTS = (O, DOWN, "w2")
+_ALONG_INPUTS = ("o_proj", "down_proj", "w2")
+
+
+class HasBlocks(Protocol):
+    """What shares a scale: a :class:`~qtool.formats.scheme.WeightScheme`, or as much of one."""
+
+    @property
+    def strategy(self) -> str:
+        """``tensor``, ``channel``, ``group`` or ``block``."""
+        ...
+
+    def block_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns that share a scale in a weight of ``shape``."""
+        ...
 
 
 def obstacles(
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
-    schemes: Mapping[str, WeightScheme],
+    schemes: Mapping[str, HasBlocks],
     size: int,
 ) -> list[str]:
     """What keeps a model from being split ``size`` ways, one line each; empty if nothing does.
@@ -40,9 +50,7 @@ def obstacles(
     return found
 
 
-def _module_obstacle(
-    name: str, shape: tuple[int, ...], scheme: WeightScheme, size: int
-) -> str | None:
+def _module_obstacle(name: str, shape: tuple[int, ...], scheme: HasBlocks, size: int) -> str | None:
     rows, columns = shape
     block = scheme.block_shape((rows, columns))
     axis, what = (1, "inputs") if name.endswith(_ALONG_INPUTS) else (0, "outputs")

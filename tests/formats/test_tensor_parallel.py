@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qtool.formats.scheme import WeightScheme
-from qtool.quantize.tensor_parallel import obstacles
+from qtool.formats.tensor_parallel import obstacles
 
 CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 2}
 O_PROJ, UP, DOWN = (
