@@ -65,7 +65,7 @@ def _round_group(
     factor = factorize(inputs.hessian) if recipe.solve else None
     if factor is not None:
         assert isinstance(inputs, SolveInputs)
-        weights = retarget(weights, factor, inputs.drift, inputs.shortfall)
+        weights = retarget(weights, inputs.hessian, inputs.tokens, inputs.drift, inputs.shortfall)
     clips = [_clip(work, name, weight, recipe) for name, weight in zip(group, weights, strict=True)]
     input_scale = _input_scale(inputs, scheme, work.dtype)
     tensors = [

@@ -14,7 +14,7 @@ from qtool.calibration.decoder_block import DecoderBlock
 from qtool.calibration.families import find_family
 from qtool.calibration.walk import walk_blocks
 from qtool.formats.checkpoint import CheckpointReader
-from qtool.quantize.gptq import factorize, retarget
+from qtool.quantize.gptq import retarget
 from qtool.quantize.job import Job
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
@@ -66,10 +66,10 @@ def test_what_writes_the_residual_stream_is_moved_to_undo_its_error(
             work.observe_beside_original((name,))
             inputs = work.inputs[name]
             assert isinstance(inputs, SolveInputs) and inputs.shortfall is not None
-            factor = factorize(inputs.hessian)
-            assert factor is not None
             weight = work.linear(name).weight
-            (target,) = retarget([weight], factor, inputs.drift, inputs.shortfall)
+            (target,) = retarget(
+                [weight], inputs.hessian, inputs.tokens, inputs.drift, inputs.shortfall
+            )
             weight.copy_(target)
             assert _stream_error(block) < 0.98 * before, name
 

@@ -205,23 +205,23 @@ def test_the_factor_reproduces_the_inverse() -> None:
 
 
 @pytest.mark.parametrize("with_shortfall", [False, True])
-def test_a_retargeted_weight_is_the_least_squares_answer_to_what_has_drifted(
-    with_shortfall: bool,
+@pytest.mark.parametrize("tokens", [900, 40_000])
+def test_a_retargeted_weight_is_the_ridge_regression_on_what_has_drifted(
+    tokens: int, with_shortfall: bool
 ) -> None:
-    rows, columns, tokens = 6, 40, 900
+    rows, columns = 6, 40
     weight, then = _weight(rows, columns), _inputs(columns, tokens)
     now = then + 0.2 * _inputs(columns, tokens, seed=5)
     missing = _inputs(rows, tokens, seed=6) if with_shortfall else torch.zeros(tokens, rows)
-    factor = gptq.factorize(_hessian(now))
-    assert factor is not None
     drift = (then - now).T @ now / tokens
     shortfall = missing.T @ now / tokens if with_shortfall else None
-    (target,) = gptq.retarget([weight], factor, drift, shortfall)
+    (target,) = gptq.retarget([weight], _hessian(now), tokens, drift, shortfall)
 
-    # Ridge regression in float64 around the weight itself.
+    # In float64, around the weight itself.
     x, y = now.double(), then.double() @ weight.double().T + missing.double()
     moment = x.T @ x / tokens
-    damped = moment + torch.eye(columns).double() * 0.01 * moment.diagonal().mean()
+    damping = {900: 40 / 900, 40_000: 0.01}[tokens]
+    damped = moment + torch.eye(columns).double() * damping * moment.diagonal().mean()
     residual = (y - x @ weight.double().T).T @ x / tokens
     expected = weight.double() + torch.linalg.solve(damped, residual.T).T
     torch.testing.assert_close(target.double(), expected, rtol=1e-4, atol=1e-4)
@@ -229,9 +229,7 @@ def test_a_retargeted_weight_is_the_least_squares_answer_to_what_has_drifted(
 
 def test_a_weight_whose_input_has_not_drifted_stays_its_own_target() -> None:
     weight, x = _weight(6, 40), _inputs(40)
-    factor = gptq.factorize(_hessian(x))
-    assert factor is not None
-    (target,) = gptq.retarget([weight], factor, torch.zeros(40, 40))
+    (target,) = gptq.retarget([weight], _hessian(x), 400, torch.zeros(40, 40))
     assert torch.equal(target, weight)
 
 
@@ -239,8 +237,13 @@ def test_a_channel_that_never_fired_keeps_its_column_in_the_target() -> None:
     weight, now = _weight(6, 40), _inputs(40)
     now[:, 7] = 0
     then = now + 0.2 * _inputs(40, seed=5)
-    factor = gptq.factorize(_hessian(now))
-    assert factor is not None
-    (target,) = gptq.retarget([weight], factor, (then - now).T @ now / len(now))
+    (target,) = gptq.retarget([weight], _hessian(now), 400, (then - now).T @ now / len(now))
     assert torch.allclose(target[:, 7], weight[:, 7])
     assert not torch.allclose(target, weight)
+
+
+def test_a_singular_moment_moves_the_target_less_and_stays_finite() -> None:
+    weight, x = _weight(6, 40), _inputs(40, tokens=3)
+    drift = 0.1 * torch.randn(40, 40, generator=torch.Generator().manual_seed(2))
+    (target,) = gptq.retarget([weight], 1e6 * _hessian(x), 10**9, drift)
+    assert target.isfinite().all() and (target - weight).abs().max() < 1
