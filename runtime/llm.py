@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from qtool.errors import QtoolError, UsageError
+from qtool.runtime.admission import Policy
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput, OutputDelta, RequestOutput
 from qtool.runtime.progress import RequestProgress
@@ -52,6 +53,8 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         quantization: str | None = None,
         block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: Policy = "priority",
         seed: int | None = None,
     ) -> None:
         loading = ModelOptions(
@@ -75,6 +78,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             quantization=quantization,
             block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
             seed=seed,
         )
         running = start_engine(options)
@@ -182,8 +187,10 @@ class LLM:
             raise UsageError(f"{len(params)} sampling_params for {count} prompts; give one each")
         return list(params)
 
-    def _request(self, ids: list[int], params: SamplingParams) -> Request:
-        return Request(f"llm-{next(self._ids)}", tuple(ids), params)
+    def _request(
+        self, ids: list[int], params: SamplingParams, fork_of: str | None = None
+    ) -> Request:
+        return Request(f"llm-{next(self._ids)}", tuple(ids), params, fork_of=fork_of)
 
     def _run(
         self,
@@ -200,9 +207,11 @@ class LLM:
         outputs: queue.SimpleQueue[OutputDelta | QtoolError] = queue.SimpleQueue()
         try:
             for result, request_params in zip(results, params, strict=True):
+                first: str | None = None
                 for completion in result.outputs:
                     choice = request_params.for_choice(completion.index)
-                    request = self._request(result.prompt_token_ids, choice)
+                    request = self._request(result.prompt_token_ids, choice, first)
+                    first = first or request.request_id
                     pending[request.request_id] = result, completion
                     self._engine.submit(request, outputs.put)
             with RequestProgress(len(pending), enabled=progress) as bar:

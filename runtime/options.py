@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qtool.errors import UsageError
+from qtool.runtime.admission import POLICIES, Policy
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
@@ -63,6 +64,9 @@ class EngineOptions:
         kv_cache_memory: bytes for keys and values; overrides the share.
         quantization: what the user believes the checkpoint is; checked against it.
         block_size: tokens per cache block.
+        enable_prefix_caching: requests that begin alike share what of it is computed.
+        scheduling_policy: ``priority`` serves lower priorities first, and among equals in the
+            order of arrival; ``fcfs`` by arrival alone, and refuses priorities.
         seed: of requests without one; ``None`` takes it from the operating system.
     """
 
@@ -78,6 +82,8 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     block_size: int = 16
+    enable_prefix_caching: bool = True
+    scheduling_policy: Policy = "priority"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +96,9 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
+        if self.scheduling_policy not in POLICIES:
+            allowed = ", ".join(POLICIES)
+            raise UsageError(f"scheduling_policy={self.scheduling_policy!r}: use one of {allowed}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at "

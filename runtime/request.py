@@ -11,13 +11,25 @@ from qtool.runtime.sampling_params import SamplingParams
 class Request:
     """One completion to generate. ``request_id`` is unique among requests in flight.
 
-    ``params.n`` has no meaning here: a caller that wants n completions submits n requests.
+    ``params.n`` has no meaning here: a caller that wants n completions submits n requests, the
+    later ones as forks of the first.
+
+    Attributes:
+        priority: lower runs first.
+        fork_of: id of a request with the same prompt, whose computation it shares; one that is
+            unknown or has ended is no error.
+        cache_salt: it shares cached prefixes with requests of the same salt only.
+        timeout: seconds from its arrival after which it ends with reason "abort" and whatever it
+            has; ``None`` for never.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    priority: int = 0  # lower runs first
+    priority: int = 0
+    fork_of: str | None = None
+    cache_salt: str = ""
+    timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +53,25 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters and gauges of a running engine, for ``/metrics``."""
+    """Counters and gauges of a running engine, for ``/metrics``.
+
+    Attributes:
+        prompt_tokens: prompt tokens computed.
+        slots_used: token slots of used blocks that hold a token.
+        blocks_known: blocks, used or free, whose contents the prefix cache can find.
+        reused_tokens: tokens that did not have to be computed, for others had.
+        timeouts: requests that ended because their time had passed.
+    """
 
     num_running: int
     num_waiting: int
     blocks_used: int
     blocks_total: int
-    prompt_tokens: int  # computed so far
+    prompt_tokens: int
     generated_tokens: int
     preemptions: int
     steps: int
+    slots_used: int = 0
+    blocks_known: int = 0
+    reused_tokens: int = 0
+    timeouts: int = 0

@@ -91,6 +91,7 @@ class Scheduler:
         self._timed: dict[str, Sequence] = {}
         self._arrivals = count()
         self._in_flight: ScheduledStep | None = None
+        self.num_reused_tokens = 0  # that nobody had to compute again, so far
 
     @property
     def num_running(self) -> int:
@@ -136,14 +137,16 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Add a sequence that begins as ``parent`` does, and shares what that has computed.
 
-        The child waits until the parent has computed what they share, or has ended; then it runs
-        ahead of those that wait. One of better rank than its parent does not wait for it.
+        It waits until the parent has computed what they share, or has ended; then it runs
+        ahead of those that wait. One of better rank than its parent, or with another salt, is
+        like any other.
 
         Raises:
             RequestError: as :meth:`add`.
         """
         self.add(child)
-        if child.reads_prefix and parent.rank < child.rank:
+        alike = child.reads_prefix and child.cache_salt == parent.cache_salt
+        if alike and parent.rank < child.rank:
             self._parents[child] = parent
             if self._in_flight is None:
                 self._start_forks()
@@ -310,8 +313,8 @@ class Scheduler:
                 continue
             prefix = self._blocks.find_prefix(sequence)
             if self._fits(sequence, prefix, reserved):
-                self._start(sequence)
                 self._blocks.adopt(sequence, prefix)
+                self._start(sequence)
                 length = min(sequence.num_uncomputed, budget)
                 self._schedule_chunk(step, sequence, length)
                 budget -= length
@@ -332,6 +335,7 @@ class Scheduler:
         return self._admission.fits_alone(sequence, prefix)
 
     def _start(self, sequence: Sequence) -> None:
+        self.num_reused_tokens += sequence.num_computed
         self._waiting.remove(sequence)
         self._parents.pop(sequence, None)
         sequence.status = SequenceStatus.RUNNING

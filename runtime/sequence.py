@@ -35,7 +35,7 @@ class Sequence:
         num_computed: how many tokens, from the first, have their keys and values in the cache.
         num_registered: how many of its blocks, from the first, the prefix cache has seen.
         block_digests: names of its first full blocks in the prefix cache.
-        token_limit: tokens at which the engine ends it.
+        token_limit: tokens, prompt and output, at which the engine ends it with reason "length".
         times_passed: how often a later one was admitted because this one did not fit.
     """
 

@@ -153,8 +153,17 @@ class Service:
         prefix = f"{id_}-{uuid.uuid4().hex[:8]}"
         requests: list[Request] = []
         for prompt, params in work:
-            for each in map(params.for_choice, range(params.n)):
-                name = f"{prefix}-{len(requests)}"
-                requests.append(Request(name, prompt.token_ids, each, body.priority or 0))
+            first = f"{prefix}-{len(requests)}"
+            for index in range(params.n):
+                request = Request(
+                    request_id=f"{prefix}-{len(requests)}",
+                    prompt_token_ids=prompt.token_ids,
+                    params=params.for_choice(index),
+                    priority=body.priority or 0,
+                    fork_of=first if index else None,
+                    cache_salt=body.cache_salt or "",
+                    timeout=body.timeout,
+                )
+                requests.append(request)
         stream = bool(body.stream)
         return GenerationResponse(self.bridge, self.metrics, requests, reply, stream=stream)
