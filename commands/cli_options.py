@@ -143,6 +143,11 @@ def loading_options(dtype: str = "auto") -> Decorator:
             show_default=True,
             help="Keys and values; auto is the compute dtype.",
         ),
+        click.option(
+            "--batch-invariant",
+            is_flag=True,
+            help="The same tokens for a request in any company; the load plan says what it costs.",
+        ),
         click.option("--strict", is_flag=True, help="Anything that is not as asked is an error."),
         click.option(
             "--self-check/--no-self-check",
@@ -154,7 +159,16 @@ def loading_options(dtype: str = "auto") -> Decorator:
 
 def take_loading(values: dict[str, Any]) -> dict[str, Any]:
     """Move the values of :func:`loading_options` out of a command's; fields of ModelOptions."""
-    names = ("device", "dtype", "backend", "cpu_compute", "kv_cache_dtype", "strict", "self_check")
+    names = (
+        "device",
+        "dtype",
+        "backend",
+        "cpu_compute",
+        "kv_cache_dtype",
+        "batch_invariant",
+        "strict",
+        "self_check",
+    )
     return {name: values.pop(name) for name in names}
 
 

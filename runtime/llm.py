@@ -25,8 +25,8 @@ class LLM:
 
     Args:
         model: folder, GGUF file or packaged name.
-        device, dtype, backend, cpu_compute, kv_cache_dtype, strict, self_check: see
-            :class:`~qtool.runtime.options.ModelOptions`.
+        device, dtype, backend, cpu_compute, kv_cache_dtype, batch_invariant, strict, self_check:
+            see :class:`~qtool.runtime.options.ModelOptions`.
         Others: see :class:`~qtool.runtime.options.EngineOptions`.
 
     Raises:
@@ -42,6 +42,7 @@ class LLM:
         backend: str = "auto",
         cpu_compute: str = "auto",
         kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
         strict: bool = False,
         self_check: bool = True,
         tensor_parallel_size: int = 1,
@@ -63,6 +64,7 @@ class LLM:
             backend=backend,
             cpu_compute=cpu_compute,
             kv_cache_dtype=kv_cache_dtype,
+            batch_invariant=batch_invariant,
             strict=strict,
             self_check=self_check,
         )

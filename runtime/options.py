@@ -25,6 +25,7 @@ class ModelOptions:
             scale a token and group; ``auto`` is int8 for quantized weights in bfloat16, else fp32.
         kv_cache_dtype: ``auto`` is the compute dtype; ``int8`` has a scale a token and head, and
             needs native kernels.
+        batch_invariant: a request gets the same tokens in any company, whatever that costs.
         strict: whatever is not as asked is an error instead of a note.
         self_check: ask a checkpoint's own probe (``qtool/probe.json``) after loading.
     """
@@ -34,6 +35,7 @@ class ModelOptions:
     backend: str = "auto"
     cpu_compute: str = "auto"
     kv_cache_dtype: str = "auto"
+    batch_invariant: bool = False
     strict: bool = False
     self_check: bool = True
 
