@@ -186,6 +186,21 @@ def generate(
 @click.option("--max-num-seqs", type=int, default=256, show_default=True)
 @click.option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's.")
 @click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True)
+@click.option(
+    "--block-size", type=int, default=16, show_default=True, help="Tokens of a cache block."
+)
+@click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    default=True,
+    help="Requests that begin alike share what of it is computed; default: yes.",
+)
+@click.option(
+    "--scheduling-policy",
+    type=click.Choice(["priority", "fcfs"]),
+    default="priority",
+    show_default=True,
+    help="priority: lower ones first, then by arrival; fcfs: by arrival, priorities are refused.",
+)
 @click.option("--gpu-memory-utilization", type=float, default=0.9, show_default=True)
 @click.option(
     "--kv-cache-memory", type=parse_size, metavar="SIZE", help="For keys and values, such as 2G."
@@ -196,12 +211,14 @@ def generate(
 @click.option("--api-key", envvar="QTOOL_API_KEY", help="Clients must send it as a bearer token.")
 @click.option("--served-model-name", help="Name in the API; default: MODEL.")
 @click.option("--seed", type=int, help="Seed of requests that bring none.")
+@click.option("--plan", is_flag=True, help="Load, print what would run and what fits, and stop.")
 def serve(
     model: str | None,
     model_option: str | None,
     host: str,
     port: int,
     api_key: str | None,
+    plan: bool,
     **engine: Any,
 ) -> None:
     """Serve MODEL over the OpenAI HTTP API."""
@@ -212,7 +229,8 @@ def serve(
 
     loading = ModelOptions(**take_loading(engine))
     chosen = EngineOptions(model=model or model_option or "", loading=loading, **engine)
-    command.run(chosen, command.ServeOptions(host=host, port=port, api_key=api_key))
+    serving = command.ServeOptions(host=host, port=port, api_key=api_key, only_plan=plan)
+    command.run(chosen, serving)
 
 
 @main.command()

@@ -18,16 +18,16 @@ from qtool.runtime.blocks import BlockManager
 from qtool.runtime.capacity import count_blocks
 from qtool.runtime.detokenizer import TextStream
 from qtool.runtime.generation import Generation
+from qtool.runtime.load_plan import make_plan
 from qtool.runtime.loaded_model import LoadedModel
 from qtool.runtime.options import EngineOptions
 from qtool.runtime.outputs import OutputDelta
 from qtool.runtime.prefix_cache import PrefixCache
-from qtool.runtime.request import EngineInfo, EngineStats, Request
+from qtool.runtime.request import EngineStats, Request
 from qtool.runtime.sampler import Sampled, SamplerRow, make_generator, sample, sample_likeliest
 from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler
 from qtool.runtime.sequence import Sequence
 from qtool.runtime.tokenizer import Tokenizer
-
 
 # Of the cache, what admitting a request leaves free for those that run.
 WATERMARK = 0.01
@@ -79,7 +79,7 @@ class Engine:
         self._requests = itertools.count()
         self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
         self._timeouts = 0
-        self.info = _engine_info(model, options, blocks, bytes_per_token)
+        self.info = make_plan(model, options, blocks)
 
     @property
     def has_work(self) -> bool:
@@ -265,24 +265,3 @@ class Engine:
             max(min(c.start + c.length, len(c.sequence.prompt_token_ids)) - c.start, 0)
             for c in step.chunks
         )
-
-
-def _engine_info(
-    model: LoadedModel, options: EngineOptions, blocks: int, bytes_per_token: int
-) -> EngineInfo:
-    decoder = model.decoder
-    return EngineInfo(
-        model=options.model,
-        served_name=options.served_model_name or options.model,
-        device=str(decoder.device),
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        backend=decoder.backend.name,
-        quantization=model.quantization,
-        max_model_len=model.max_model_len,
-        block_size=options.block_size,
-        num_blocks=blocks,
-        kv_bytes_per_token=bytes_per_token,
-        weight_bytes=decoder.weight_bytes,
-        vocab_size=decoder.config.vocab_size,
-        notes=model.notes,
-    )

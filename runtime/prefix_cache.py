@@ -60,9 +60,8 @@ class PrefixCache:
         """
         self._extend_digests(sequence, index + 1)
         digest = sequence.block_digests[index]
-        entry = _Known(
-            sequence.block_table[index], self._parent(sequence, index), self._tokens(sequence, index)
-        )
+        parent, tokens = self._parent(sequence, index), self._tokens(sequence, index)
+        entry = _Known(sequence.block_table[index], parent, tokens)
         known = self._known.get(digest)
         if known is not None:
             return known.block if known[1:] == entry[1:] else entry.block

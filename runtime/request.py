@@ -33,8 +33,34 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """Parts of a kind that one kernel runs.
+
+    Attributes:
+        part: the modules' names in a layer, or an operation without weights.
+        count: how many of them there are.
+        num_bytes: memory of all their weights; 0 for operations without.
+        why: what chose this kernel.
+    """
+
+    part: str
+    kernel: str
+    count: int
+    num_bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What does not change while an engine lives."""
+    """What does not change while an engine lives: the load plan.
+
+    Attributes:
+        notes: what was not as asked, one sentence each.
+        backend_reason: why this back end.
+        kv_cache_dtype: how keys and values are stored.
+        parts: which kernel runs what, and why.
+        batch_invariance: what it costs; empty if it was not asked for.
+    """
 
     model: str
     served_name: str
@@ -48,7 +74,25 @@ class EngineInfo:
     kv_bytes_per_token: int
     weight_bytes: int
     vocab_size: int
-    notes: tuple[str, ...]  # what was not as asked, one sentence each
+    notes: tuple[str, ...]
+    backend_reason: str = ""
+    kv_cache_dtype: str = ""
+    parts: tuple[PlannedPart, ...] = ()
+    batch_invariance: str = ""
+    prefix_caching: bool = False
+    scheduling_policy: str = ""
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_full_sequences(self) -> float:
+        """Sequences of ``max_model_len`` that the cache holds."""
+        return self.num_cache_tokens / self.max_model_len
 
 
 @dataclass(frozen=True, slots=True)

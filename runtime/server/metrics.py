@@ -31,7 +31,7 @@ class EngineCollector(Collector):
             "requests_waiting": ("Requests waiting for room.", stats.num_waiting),
             "kv_blocks_used": ("KV cache blocks in use.", stats.blocks_used),
             "kv_slots_used": ("Token slots of these blocks that hold a token.", stats.slots_used),
-            "kv_blocks_known": ("KV cache blocks that a prefix can be found in.", stats.blocks_known),
+            "kv_blocks_known": ("KV cache blocks a prefix can be found in.", stats.blocks_known),
             "kv_blocks_total": ("KV cache blocks there are.", stats.blocks_total),
         }
         counters = {

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -107,6 +108,15 @@ class Service:
             "owned_by": "qtool",
             "max_model_len": self.engine.info.max_model_len,
         }
+
+    def server_info(self) -> JsonObject:
+        """GET /server_info: the load plan and the engine's counters.
+
+        Without the place of the model on this machine's disk, which is nobody's business.
+        """
+        info = asdict(self.engine.info)
+        del info["model"]
+        return {"plan": info, "stats": asdict(self.engine.stats())}
 
     def close(self) -> None:
         """Free the worker thread."""

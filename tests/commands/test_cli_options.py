@@ -24,7 +24,7 @@ def test_every_command_that_loads_a_model_passes_every_loading_option_on(
     for module, name in ((evaluate, "run_chosen"), (generate, "run"), (serve, "run")):
         monkeypatch.setattr(module, name, note)
     chosen = ["--device", "cpu", "--dtype", "bf16", "--backend", "cpu", "--cpu-compute", "bf16"]
-    chosen += ["--kv-cache-dtype", "int8", "--strict"]
+    chosen += ["--kv-cache-dtype", "int8", "--batch-invariant", "--strict"]
     for command in (["eval", "m"], ["generate", "m", "text"], ["serve", "m"]):
         result = CliRunner().invoke(main, [*command, *chosen])
         assert result.exit_code == 0, (command, result.output, result.exception)
@@ -34,6 +34,7 @@ def test_every_command_that_loads_a_model_passes_every_loading_option_on(
         backend="cpu",
         cpu_compute="bf16",
         kv_cache_dtype="int8",
+        batch_invariant=True,
         strict=True,
     )
     assert seen == [expected] * 3

@@ -163,7 +163,6 @@ class TestTheSameTokensInAnyCompany:
         assert {name: outputs[name].token_ids for name in alone} == alone
         assert engine.stats().blocks_used == 0
 
-
     def test_with_prefixes_that_others_have_computed(
         self,
         alone: dict[str, list[int]],
