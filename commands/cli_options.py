@@ -278,3 +278,41 @@ output_options = options(
     ),
     click.option("--quiet", is_flag=True, help="No progress; notes, result and errors remain."),
 )
+
+
+# The size of an engine, and who comes first.
+engine_options = options(
+    click.option("--max-num-seqs", type=int, default=256, show_default=True),
+    click.option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's."),
+    click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True),
+    click.option(
+        "--block-size", type=int, default=16, show_default=True, help="Tokens of a cache block."
+    ),
+    click.option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=True,
+        help="Requests that begin alike share what of it is computed; default: yes.",
+    ),
+    click.option(
+        "--scheduling-policy",
+        type=click.Choice(["priority", "fcfs"]),
+        default="priority",
+        show_default=True,
+        help="priority: lower first, then by arrival; fcfs: by arrival, and priorities are refused.",
+    ),
+    click.option("--gpu-memory-utilization", type=float, default=0.9, show_default=True),
+    click.option(
+        "--kv-cache-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="For keys and values, such as 2G.",
+    ),
+)
+
+
+bench_options = options(
+    loading_options(),
+    engine_options,
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts."),
+    output_options,
+)
