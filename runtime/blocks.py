@@ -129,6 +129,20 @@ class BlockManager:
             return []
         return self._prefixes.find(sequence, self._first_seen)
 
+    def names_computed(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """What the prefix cache calls the blocks that its next ``num_tokens`` tokens fill."""
+        if self._prefixes is None:
+            return []
+        first = sequence.num_computed // self.block_size
+        end = (sequence.num_computed + num_tokens) // self.block_size
+        return self._prefixes.names(sequence, first, end) if end > first else []
+
+    def name_behind(self, sequence: Sequence, prefix: list[int]) -> list[bytes]:
+        """The same of the block that follows a prefix found for it; empty if it is not full."""
+        if self._prefixes is None or not sequence.reads_prefix:
+            return []
+        return self._prefixes.names(sequence, len(prefix), len(prefix) + 1)
+
     def num_idle(self, prefix: list[int]) -> int:
         """How many of a prefix's blocks are free now, and are not once it is adopted."""
         return sum(block in self._idle for block in prefix)

@@ -96,6 +96,12 @@ class PrefixCache:
         unseen = first_seen(length * self._block_size)
         return [FORGOTTEN] * min(unseen, length) + found[unseen:length]
 
+    def names(self, sequence: Sequence, first: int, end: int) -> list[bytes]:
+        """What the cache calls a sequence's full blocks ``[first, end)``, known or not."""
+        end = min(end, sequence.num_tokens // self._block_size)
+        self._extend_digests(sequence, end)
+        return sequence.block_digests[first:end]
+
     def check_integrity(self) -> None:
         """Raise :class:`AssertionError` unless both directions of the book agree."""
         blocks = {entry.block: digest for digest, entry in self._known.items()}

@@ -10,7 +10,8 @@ decode phase, a decoding sequence just has one token to compute. Everything goes
    front of those of its priority. It keeps its tokens; their cache is recomputed, or found in
    the prefix cache.
 3. Unless that happened, waiting sequences are admitted, best rank first, if :mod:`.admission`
-   finds room for them. One that does not fit may be passed by later ones, ``max_passes`` times.
+   finds room for them, and nobody computes in this step what they could find in the next. One
+   that is not admitted may be passed by later ones, ``max_passes`` times.
 
 The running sequence of best rank is never preempted, since :meth:`Scheduler.token_limit` keeps
 every sequence within the cache. It therefore advances in every step, and with one priority and a
@@ -305,6 +306,9 @@ class Scheduler:
         if not (self._waiting and budget > 0 and self._has_place):
             return
         reserved = self._admission.reserved(self._running)
+        computing = {
+            name for c in step.chunks for name in self._blocks.names_computed(c.sequence, c.length)
+        }
         passed: list[Sequence] = []
         for sequence in list(self._waiting):
             if budget == 0 or not (self._has_place and self._may_pass(passed)):
@@ -312,10 +316,13 @@ class Scheduler:
             if sequence in self._parents:
                 continue
             prefix = self._blocks.find_prefix(sequence)
-            if self._fits(sequence, prefix, reserved):
+            # What another one computes in this step is found in the next.
+            patient = not computing.isdisjoint(self._blocks.name_behind(sequence, prefix))
+            if not patient and self._fits(sequence, prefix, reserved):
                 self._blocks.adopt(sequence, prefix)
                 self._start(sequence)
                 length = min(sequence.num_uncomputed, budget)
+                computing.update(self._blocks.names_computed(sequence, length))
                 self._schedule_chunk(step, sequence, length)
                 budget -= length
                 reserved += self._admission.growth(sequence)

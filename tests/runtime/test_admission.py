@@ -168,3 +168,28 @@ class TestUtilization:
         assert engine.scheduler.num_slots_used in (5, 6)
         engine.drain(max_steps=20)
         assert engine.scheduler.num_slots_used == 0
+
+
+class TestCommonPrefixes:
+    def test_of_those_that_arrive_together_one_computes_what_they_share(self) -> None:
+        config = SchedulerConfig(8, 256, 1000, max_passes=16)
+        engine = ScriptedEngine(config, num_blocks=64, block_size=4, remembers=True)
+        common = list(range(1, 41))
+        for index in range(6):
+            engine.add(make_sequence(f"alike {index}", [*common, index], max_tokens=2))
+        other = make_sequence("other", [9, 8, 7, 6, 5], max_tokens=2)
+        engine.add(other)
+        step = engine.step()
+        assert [chunk.sequence.request_id for chunk in step.chunks] == ["alike 0", "other"]
+        step = engine.step()
+        assert [chunk.length for chunk in step.chunks] == [1] * 7
+        assert engine.scheduler.num_reused_tokens == 5 * 40
+        engine.drain(max_steps=5)
+
+    def test_nobody_waits_for_a_prefix_of_another_salt(self) -> None:
+        config = SchedulerConfig(8, 256, 1000, max_passes=16)
+        engine = ScriptedEngine(config, num_blocks=64, block_size=4, remembers=True)
+        for salt in ("", "tenant"):
+            engine.add(make_sequence(f"a{salt}", [1] * 20, salt=salt))
+        assert len(engine.step().chunks) == 2
+        engine.drain(max_steps=20)
