@@ -12,7 +12,7 @@ from qtool.runtime.admission import Policy
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput, OutputDelta, RequestOutput
 from qtool.runtime.progress import RequestProgress
-from qtool.runtime.request import EngineInfo, Request
+from qtool.runtime.request import EngineInfo, EngineStats, Request
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.startup import start_engine
 
@@ -92,6 +92,10 @@ class LLM:
     def info(self) -> EngineInfo:
         """Device, dtype, sizes, and what was not as asked."""
         return self._engine.info
+
+    def stats(self) -> EngineStats:
+        """The engine's counters and gauges, as of its last step."""
+        return self._engine.stats()
 
     def generate(
         self,
