@@ -112,6 +112,7 @@ def _first_turns(item: Any) -> tuple[str, str] | None:
     if not isinstance(turns, list) or len(turns) < 2:
         return None
     texts = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
-    if len(texts) == 2 and all(isinstance(text, str) for text in texts):
-        return texts[0], texts[1]
-    return None
+    if len(texts) < 2:
+        return None
+    question, answer = texts
+    return (question, answer) if isinstance(question, str) and isinstance(answer, str) else None

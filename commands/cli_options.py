@@ -298,7 +298,7 @@ engine_options = options(
         type=click.Choice(["priority", "fcfs"]),
         default="priority",
         show_default=True,
-        help="priority: lower first, then by arrival; fcfs: by arrival, and priorities are refused.",
+        help="priority: lower first, then by arrival; fcfs: by arrival, priorities are refused.",
     ),
     click.option("--gpu-memory-utilization", type=float, default=0.9, show_default=True),
     click.option(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from qtool.errors import UsageError
+from qtool.errors import RequestError, UsageError
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.sequence import Sequence
 
@@ -124,3 +124,23 @@ class Admission:
             more = max(int(expected), self._blocks.block_size)
             end = max(min(sequence.num_tokens + more, sequence.token_limit), end)
         return self._blocks.blocks_needed(end)
+
+
+def check_can_ever_fit(sequence: Sequence, config: SchedulerConfig, blocks: BlockManager) -> None:
+    """Refuse at once what no waiting would help.
+
+    Raises:
+        RequestError: a prompt that is empty, or too long for the model or the cache.
+    """
+    length, longest = sequence.num_tokens, config.max_model_len
+    found = f"prompt: has {length} tokens"
+    if length == 0:
+        raise RequestError(f"{found}: must have 1 or more; send some text", "prompt")
+    if length + 1 > longest:
+        rule = f"with one to generate it must fit in max_model_len={longest}"
+        raise RequestError(f"{found}: {rule}; shorten it", "prompt")
+    if length + 1 > blocks.num_slots:
+        needed = f"with one to generate it takes {blocks.blocks_needed(length + 1)} blocks"
+        rule = f"{needed} of {blocks.block_size}, the whole cache has {blocks.num_blocks}"
+        remedy = "shorten it or give the cache more memory"
+        raise RequestError(f"{found}: {rule}; {remedy}", "prompt")

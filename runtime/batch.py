@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import FORGOTTEN
 
 

@@ -25,7 +25,8 @@ from qtool.runtime.outputs import OutputDelta
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.request import EngineStats, Request
 from qtool.runtime.sampler import Sampled, SamplerRow, make_generator, sample, sample_likeliest
-from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler
+from qtool.runtime.scheduled_step import Chunk, ScheduledStep
+from qtool.runtime.scheduler import Scheduler
 from qtool.runtime.sequence import Sequence
 from qtool.runtime.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from qtool.runtime.detokenizer import TextStream
 from qtool.runtime.outputs import DEADLINE, FinishReason, Logprobs, OutputDelta
 from qtool.runtime.sampler import Sampled, SamplerRow, prompt_logprobs
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence
 
 

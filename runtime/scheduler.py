@@ -27,50 +27,16 @@ moment, also between schedule and commit: their blocks are not handed out before
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
 
 from qtool.errors import RequestError
-from qtool.runtime.admission import LOOK_AHEAD, Admission, SchedulerConfig
-from qtool.runtime.blocks import BlockCopy, BlockManager
+from qtool.runtime.admission import LOOK_AHEAD, Admission, SchedulerConfig, check_can_ever_fit
+from qtool.runtime.blocks import BlockManager
+from qtool.runtime.scheduled_step import Chunk, ScheduledStep
 from qtool.runtime.sequence import Sequence, SequenceStatus
 
 _rank = attrgetter("rank")
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens ``[start, start + length)`` of a sequence, to be computed in one step."""
-
-    sequence: Sequence
-    start: int
-    length: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether its last logits give the next token. Ask before that token is appended."""
-        return self.start + self.length == self.sequence.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """What to compute next.
-
-    Attributes:
-        chunks: at most one a sequence, best rank first among those that were running already.
-        copies: to be made before anything is written, see :meth:`BlockManager.grow`.
-        preempted: lost their blocks to others in this step.
-    """
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step."""
-        return sum(chunk.length for chunk in self.chunks)
 
 
 def _alive(step: ScheduledStep) -> list[Chunk]:
@@ -231,26 +197,12 @@ class Scheduler:
             rule = "requests are served in the order of arrival here; leave it out, or start the"
             remedy = f"{rule} engine with the scheduling policy 'priority'"
             raise RequestError(f"priority={sequence.priority}: {remedy}", "priority")
-        self._check_can_ever_fit(sequence)
+        check_can_ever_fit(sequence, self._config, self._blocks)
         sequence.token_limit = self.token_limit(sequence)
         sequence.arrival = next(self._arrivals)
         self._sequences[sequence.request_id] = sequence
         if sequence.deadline is not None:
             self._timed[sequence.request_id] = sequence
-
-    def _check_can_ever_fit(self, sequence: Sequence) -> None:
-        length, longest, blocks = sequence.num_tokens, self._config.max_model_len, self._blocks
-        found = f"prompt: has {length} tokens"
-        if length == 0:
-            raise RequestError(f"{found}: must have 1 or more; send some text", "prompt")
-        if length + 1 > longest:
-            rule = f"with one to generate it must fit in max_model_len={longest}"
-            raise RequestError(f"{found}: {rule}; shorten it", "prompt")
-        if length + 1 > blocks.num_slots:
-            needed = f"with one to generate it takes {blocks.blocks_needed(length + 1)} blocks"
-            rule = f"{needed} of {blocks.block_size}, the whole cache has {blocks.num_blocks}"
-            remedy = "shorten it or give the cache more memory"
-            raise RequestError(f"{found}: {rule}; {remedy}", "prompt")
 
     def _remove(self, sequence: Sequence) -> None:
         queue = self._running if sequence.status is SequenceStatus.RUNNING else self._waiting
@@ -268,13 +220,18 @@ class Scheduler:
 
     def _start_forks(self) -> None:
         """Between steps, so that what a fork shares is not about to be written."""
-        for child, parent in list(self._parents.items()):
-            if self._has_place and _has_computed_prompt(parent, child):
-                shared = parent.block_table[: parent.num_computed // self._blocks.block_size]
-                reserved = self._admission.reserved(self._running)
-                if self._admission.fits(child, shared, reserved):
-                    self._blocks.fork(parent, child)
-                    self._start(child)
+        ready = [
+            (child, parent)
+            for child, parent in self._parents.items()
+            if _has_computed_prompt(parent, child)
+        ]
+        reserved = self._admission.reserved(self._running) if ready else 0
+        for child, parent in ready:
+            shared = parent.block_table[: parent.num_computed // self._blocks.block_size]
+            if self._has_place and self._admission.fits(child, shared, reserved):
+                self._blocks.fork(parent, child)
+                self._start(child)
+                reserved += self._admission.growth(child)
 
     def _schedule_running(self, step: ScheduledStep) -> None:
         budget = self._config.max_num_batched_tokens
@@ -306,6 +263,8 @@ class Scheduler:
         if not (self._waiting and budget > 0 and self._has_place):
             return
         reserved = self._admission.reserved(self._running)
+        if self._running and reserved >= self._blocks.num_free:
+            return  # full: nobody needs less than a block, and looking for prefixes takes time
         computing = {
             name for c in step.chunks for name in self._blocks.names_computed(c.sequence, c.length)
         }

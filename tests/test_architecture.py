@@ -60,6 +60,7 @@ RUNTIME_PLAIN = {
     "prefix_cache",
     "blocks",
     "admission",
+    "scheduled_step",
     "scheduler",
     "detokenizer",
     "tasks",

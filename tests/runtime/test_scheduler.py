@@ -6,7 +6,7 @@ import pytest
 
 from qtool.errors import RequestError, UsageError
 from qtool.runtime.admission import SchedulerConfig
-from qtool.runtime.scheduler import ScheduledStep
+from qtool.runtime.scheduled_step import ScheduledStep
 from qtool.runtime.sequence import Sequence, SequenceStatus
 from support.scripted import ScriptedEngine, make_sequence, run_alone
 

@@ -23,7 +23,8 @@ from qtool.errors import RequestError
 from qtool.runtime.admission import SchedulerConfig
 from qtool.runtime.blocks import BlockCopy, BlockManager
 from qtool.runtime.prefix_cache import PrefixCache
-from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler
+from qtool.runtime.scheduled_step import Chunk, ScheduledStep
+from qtool.runtime.scheduler import Scheduler
 from qtool.runtime.sequence import Sequence
 from support.scripted import VOCAB_SIZE, ScriptedEngine, make_sequence, run_alone
 

@@ -14,7 +14,8 @@ from qtool.runtime.admission import SchedulerConfig
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.sampling_params import SamplingParams
-from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler
+from qtool.runtime.scheduled_step import Chunk, ScheduledStep
+from qtool.runtime.scheduler import Scheduler
 from qtool.runtime.sequence import FORGOTTEN, Sequence, SequenceStatus
 
 VOCAB_SIZE = 50

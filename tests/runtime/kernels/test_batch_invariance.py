@@ -15,7 +15,7 @@ from qtool.runtime.loaded_model import load_model
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import ModelOptions
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from support.batches import batch_of, make_cache, make_sequence, run_chunked, run_whole
 from support.families import FAMILY_VARIANTS
 from support.native import LEVELS
