@@ -15,9 +15,10 @@ from qtool import __version__
 from qtool.commands.cli_options import (
     METHOD_NAMES,
     ErrorsAsMessages,
+    bench_options,
+    engine_options,
     loading_options,
     output_options,
-    parse_size,
     run_options,
     sampling_options,
     scheme_options,
@@ -184,36 +185,131 @@ def generate(
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @loading_options()
-@click.option("--max-num-seqs", type=int, default=256, show_default=True)
-@click.option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's.")
-@click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True)
-@click.option("--gpu-memory-utilization", type=float, default=0.9, show_default=True)
-@click.option(
-    "--kv-cache-memory", type=parse_size, metavar="SIZE", help="For keys and values, such as 2G."
-)
+@engine_options
 @click.option("--quantization", metavar="NAME", help="Checked against what the checkpoint says.")
 @click.option("--tensor-parallel-size", type=int, default=1, show_default=True)
 @click.option("--pipeline-parallel-size", type=int, default=1, show_default=True)
 @click.option("--api-key", envvar="QTOOL_API_KEY", help="Clients must send it as a bearer token.")
 @click.option("--served-model-name", help="Name in the API; default: MODEL.")
 @click.option("--seed", type=int, help="Seed of requests that bring none.")
+@click.option("--plan", is_flag=True, help="Load, print what would run and what fits, and stop.")
 def serve(
     model: str | None,
     model_option: str | None,
     host: str,
     port: int,
     api_key: str | None,
+    plan: bool,
     **engine: Any,
 ) -> None:
     """Serve MODEL over the OpenAI HTTP API."""
     if (model is None) == (model_option is None):
         raise click.UsageError("give MODEL once: as the argument, or with --model")
     from qtool.commands import serve as command
+
+    chosen = _engine_options(model or model_option or "", engine)
+    serving = command.ServeOptions(host=host, port=port, api_key=api_key, only_plan=plan)
+    command.run(chosen, serving)
+
+
+@main.group()
+def bench() -> None:
+    """Measure how fast MODEL answers here, by vLLM's definitions."""
+
+
+@bench.command()
+@click.argument("model")
+@click.option("--num-prompts", type=int, default=100, show_default=True)
+@click.option(
+    "--dataset",
+    type=click.Path(path_type=Path),
+    help="Conversations as ShareGPT's JSON; without it random tokens.",
+)
+@click.option("--input-len", type=int, default=128, show_default=True, help="Mean, random prompts.")
+@click.option("--output-len", type=int, default=128, show_default=True, help="Mean, likewise.")
+@click.option(
+    "--range-ratio",
+    type=float,
+    default=0.5,
+    show_default=True,
+    help="Lengths are uniform within this share of the mean.",
+)
+@click.option(
+    "--shared-prefix",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Tokens all random prompts begin with; runs with and without the prefix cache.",
+)
+@click.option("--static", is_flag=True, help="Run the same in static batches too.")
+@bench_options
+def throughput(
+    model: str,
+    num_prompts: int,
+    dataset: Path | None,
+    static: bool,
+    seed: int,
+    as_json: bool,
+    quiet: bool,
+    **values: Any,
+) -> None:
+    """Requests and tokens a second of many requests that arrive at once; TTFT, TPOT, latency.
+
+    TTFT is the time to a request's first token; TPOT is (latency - TTFT) / (output tokens - 1).
+    """
+    from qtool.commands import bench as command
+    from qtool.commands.bench_load import RandomLoad
+    from qtool.commands.console import Show
+
+    lengths = ("input_len", "output_len", "range_ratio", "shared_prefix")
+    load = RandomLoad(**{name: values.pop(name) for name in lengths})
+    asked = command.ThroughputOptions(
+        num_prompts=num_prompts, dataset=dataset, random=load, static=static, seed=seed
+    )
+    command.run_throughput(_engine_options(model, values), asked, Show(as_json, quiet))
+
+
+@bench.command()
+@click.argument("model")
+@click.option("--batch-size", type=int, default=8, show_default=True)
+@click.option("--input-len", type=int, default=32, show_default=True)
+@click.option("--output-len", type=int, default=128, show_default=True)
+@click.option("--warmup-iters", type=int, default=3, show_default=True)
+@click.option("--iters", type=int, default=10, show_default=True)
+@bench_options
+def latency(
+    model: str,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    warmup_iters: int,
+    iters: int,
+    seed: int,
+    as_json: bool,
+    quiet: bool,
+    **values: Any,
+) -> None:
+    """Time of one batch of equal requests, from its arrival to its last token."""
+    from qtool.commands import bench as command
+    from qtool.commands.console import Show
+
+    asked = command.LatencyOptions(
+        batch_size=batch_size,
+        input_len=input_len,
+        output_len=output_len,
+        warmup_iters=warmup_iters,
+        iters=iters,
+        seed=seed,
+    )
+    command.run_latency(_engine_options(model, values), asked, Show(as_json, quiet))
+
+
+def _engine_options(model: str, values: dict[str, Any]) -> Any:
+    """EngineOptions of the values that loading and engine options gave."""
     from qtool.runtime.options import EngineOptions, ModelOptions
 
-    loading = ModelOptions(**take_loading(engine))
-    chosen = EngineOptions(model=model or model_option or "", loading=loading, **engine)
-    command.run(chosen, command.ServeOptions(host=host, port=port, api_key=api_key))
+    loading = ModelOptions(**take_loading(values))
+    return EngineOptions(model=model, loading=loading, **values)
 
 
 @main.command()

@@ -144,6 +144,11 @@ def loading_options(dtype: str = "auto") -> Decorator:
             show_default=True,
             help="Keys and values; auto is the compute dtype.",
         ),
+        click.option(
+            "--batch-invariant",
+            is_flag=True,
+            help="The same tokens for a request in any company; the load plan says what it costs.",
+        ),
         click.option("--strict", is_flag=True, help="Anything that is not as asked is an error."),
         click.option(
             "--self-check/--no-self-check",
@@ -155,7 +160,16 @@ def loading_options(dtype: str = "auto") -> Decorator:
 
 def take_loading(values: dict[str, Any]) -> dict[str, Any]:
     """Move the values of :func:`loading_options` out of a command's; fields of ModelOptions."""
-    names = ("device", "dtype", "backend", "cpu_compute", "kv_cache_dtype", "strict", "self_check")
+    names = (
+        "device",
+        "dtype",
+        "backend",
+        "cpu_compute",
+        "kv_cache_dtype",
+        "batch_invariant",
+        "strict",
+        "self_check",
+    )
     return {name: values.pop(name) for name in names}
 
 
@@ -274,4 +288,42 @@ output_options = options(
         help="One JSON object a line: progress, notes, and the result as the last one.",
     ),
     click.option("--quiet", is_flag=True, help="No progress; notes, result and errors remain."),
+)
+
+
+# The size of an engine, and who comes first.
+engine_options = options(
+    click.option("--max-num-seqs", type=int, default=256, show_default=True),
+    click.option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's."),
+    click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True),
+    click.option(
+        "--block-size", type=int, default=16, show_default=True, help="Tokens of a cache block."
+    ),
+    click.option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=True,
+        help="Requests that begin alike share what of it is computed; default: yes.",
+    ),
+    click.option(
+        "--scheduling-policy",
+        type=click.Choice(["priority", "fcfs"]),
+        default="priority",
+        show_default=True,
+        help="priority: lower first, then by arrival; fcfs: by arrival, priorities are refused.",
+    ),
+    click.option("--gpu-memory-utilization", type=float, default=0.9, show_default=True),
+    click.option(
+        "--kv-cache-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="For keys and values, such as 2G.",
+    ),
+)
+
+
+bench_options = options(
+    loading_options(),
+    engine_options,
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts."),
+    output_options,
 )

@@ -82,7 +82,7 @@ def _serve_and_ask(folder: Path) -> tuple[Answer, Answer]:
 
     with console.status(f"loading {folder.name}"):
         running = start_engine(EngineOptions(model=str(folder), served_model_name=MODEL))
-    serve.show_plan(running.engine.info)
+    serve.show_plan(running.engine.info, console.err)
     with running.engine, ServerThread(create_app(running.engine, running.tokenizer)) as server:
         console.out.print(f"listening on {server.url}", highlight=False)
         console.out.print(f"[bold]question:[/] {QUESTION}", highlight=False)

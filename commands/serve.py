@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from qtool.commands import console
 from qtool.runtime.options import EngineOptions
-from qtool.runtime.request import EngineInfo
+from qtool.runtime.request import EngineInfo, PlannedPart
 from qtool.runtime.startup import start_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where the server listens, and who may ask it."""
+    """Where the server listens, and who may ask it; or nothing but the load plan."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    only_plan: bool = False
 
 
 def run(options: EngineOptions, serving: ServeOptions) -> None:
-    """Serve until interrupted. Raises QtoolError."""
+    """Serve until interrupted, or print the load plan and stop. Raises QtoolError."""
     from qtool.runtime.server.app import create_app
     from qtool.runtime.server.run import serve
 
     with console.status(f"loading {options.model}"):
         running = start_engine(options)
-    show_plan(running.engine.info)
     with running.engine:
+        show_plan(running.engine.info, console.out if serving.only_plan else console.err)
+        if serving.only_plan:
+            return
         app = create_app(running.engine, running.tokenizer, api_key=serving.api_key)
         serve(app, serving.host, serving.port, _announce)
 
@@ -36,19 +41,28 @@ def _announce(url: str) -> None:
     console.err.print(f"listening on {url} (API under {url}/v1; Ctrl-C stops)", highlight=False)
 
 
-def show_plan(info: EngineInfo) -> None:
+def show_plan(info: EngineInfo, where: Console) -> None:
     """What runs, what fits, and what was not as asked."""
-    tokens = info.num_blocks * info.block_size
-    console.err.print(
+    lines = [
         f"{info.served_name}: weights {info.quantization}, {console.size(info.weight_bytes)}; "
-        f"{info.backend} kernels on {info.device} in {info.dtype}",
-        highlight=False,
-    )
-    console.err.print(
-        f"KV cache: {console.size(info.kv_bytes_per_token)} a token, {tokens:,} tokens in "
-        f"{info.num_blocks:,} blocks of {info.block_size} "
-        f"({tokens / info.max_model_len:.1f} sequences of {info.max_model_len:,})",
-        highlight=False,
-    )
+        f"{info.backend} kernels on {info.device} in {info.dtype} ({info.backend_reason})",
+        *(_part_line(part, info.backend_reason) for part in info.parts),
+        f"KV cache: {info.kv_cache_dtype}, {console.size(info.kv_bytes_per_token)} a token; "
+        f"{info.num_cache_tokens:,} tokens in {info.num_blocks:,} blocks of {info.block_size} "
+        f"({info.num_full_sequences:.1f} sequences of {info.max_model_len:,})",
+        f"scheduler: {info.scheduling_policy}, at most {info.max_num_seqs} sequences and "
+        f"{info.max_num_batched_tokens:,} tokens a step; prefixes are "
+        f"{'kept' if info.prefix_caching else 'not kept'} for requests that begin alike",
+    ]
+    if info.batch_invariance:
+        lines.append(f"batch-invariant, which costs: {info.batch_invariance}")
+    for line in lines:
+        where.print(line, highlight=False, markup=False)
     for text in info.notes:
         console.note(text)
+
+
+def _part_line(part: PlannedPart, common_reason: str) -> str:
+    size = f", {console.size(part.num_bytes)}" if part.num_bytes else ""
+    why = "" if part.why == common_reason else f" ({part.why})"
+    return f"  {part.count:>4} x {part.part}: {part.kernel}{size}{why}"

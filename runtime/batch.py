@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.runtime.blocks import FORGOTTEN
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
+from qtool.runtime.sequence import FORGOTTEN
 
 
 @dataclass(frozen=True, slots=True)

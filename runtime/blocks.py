@@ -7,7 +7,12 @@ its logical blocks to physical ones; token ``i`` lies in slot
 Blocks are counted references: a fork shares its parent's blocks, and a block with more than
 one owner is never written. Whoever is about to write one gets a copy of it first.
 
-Free blocks are reused least recently freed first, and a sequence frees its tail first.
+With a prefix cache, full blocks stay known after their last owner has left, and whoever brings the
+same tokens shares them (:mod:`.prefix_cache`). A sequence that has computed what is known already
+takes the known block and gives its own back. So the owner of a block owns all those before it, and
+as a sequence frees its tail first, a block is never forgotten before those that continue it.
+
+Free blocks are reused in this order: those of unknown contents, then the least recently freed.
 
 Where every layer has a sliding window, blocks that no later token sees are given back while their
 sequence runs; :data:`FORGOTTEN` keeps their place in the table. One table serves all layers, so a
@@ -16,15 +21,14 @@ single layer that sees everything keeps all blocks.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from qtool.errors import EngineError
-from qtool.runtime.sequence import Sequence
-
-# In a block table: behind the window of every layer, and given back.
-FORGOTTEN = -1
+from qtool.runtime.prefix_cache import PrefixCache
+from qtool.runtime.sequence import FORGOTTEN, Sequence
 
 
 class BlockCopy(NamedTuple):
@@ -41,27 +45,54 @@ class BlockManager:
 
     Args:
         window: how many tokens a token sees in any layer, itself the last; ``None`` for all.
+        prefixes: remembers full blocks, if given.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        window: int | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise EngineError(f"{name}={value}: must be 1 or more; give the cache more memory")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._window = window
+        self._prefixes = prefixes
         self._ref_counts = [0] * num_blocks
-        self._free = deque(range(num_blocks))
+        self._blank = deque(range(num_blocks))  # nobody's, of unknown contents
+        self._idle: OrderedDict[int, None] = OrderedDict()  # nobody's, but known
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody owns."""
-        return len(self._free)
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def num_known(self) -> int:
+        """Blocks whose contents the prefix cache knows, owned or free."""
+        return 0 if self._prefixes is None else len(self._prefixes)
 
     @property
     def num_slots(self) -> int:
         """Tokens that the whole cache holds."""
         return self.num_blocks * self.block_size
+
+    def num_slots_used(self, owners: Iterable[Sequence]) -> int:
+        """Slots of owned blocks that hold a token; the rest is at the ends of sequences.
+
+        Args:
+            owners: everyone who owns a block.
+        """
+        ends = {
+            owner.block_table[-1]: len(owner.block_table) * self.block_size - owner.num_computed
+            for owner in owners
+            if owner.block_table
+        }
+        return (self.num_blocks - self.num_free) * self.block_size - sum(ends.values())
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -85,9 +116,53 @@ class BlockManager:
         assert self.can_grow(sequence, num_tokens), f"{sequence.request_id}: no blocks left"
         shared = self._shared(sequence, num_tokens)
         copies = [self._make_private(sequence, index) for index in shared]
+        if self._prefixes is not None:
+            for block in self._written(sequence, num_tokens):
+                self._prefixes.drop(block)
         missing = self._missing(sequence, num_tokens)
         sequence.block_table.extend(self._take() for _ in range(missing))
         return copies
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """A block table of what is known of a sequence that owns nothing. Changes nothing."""
+        if self._prefixes is None or not sequence.reads_prefix:
+            return []
+        return self._prefixes.find(sequence, self._first_seen)
+
+    def names_computed(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """What the prefix cache calls the blocks that its next ``num_tokens`` tokens fill."""
+        if self._prefixes is None:
+            return []
+        first = sequence.num_computed // self.block_size
+        end = (sequence.num_computed + num_tokens) // self.block_size
+        return self._prefixes.names(sequence, first, end) if end > first else []
+
+    def name_behind(self, sequence: Sequence, prefix: list[int]) -> list[bytes]:
+        """The same of the block that follows a prefix found for it; empty if it is not full."""
+        if self._prefixes is None or not sequence.reads_prefix:
+            return []
+        return self._prefixes.names(sequence, len(prefix), len(prefix) + 1)
+
+    def num_idle(self, prefix: list[int]) -> int:
+        """How many of a prefix's blocks are free now, and are not once it is adopted."""
+        return sum(block in self._idle for block in prefix)
+
+    def adopt(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Let a sequence that owns nothing begin with what :meth:`find_prefix` found."""
+        assert not sequence.block_table, f"{sequence.request_id}: has blocks already"
+        for block in prefix:
+            if block != FORGOTTEN:
+                self._share(block)
+        sequence.block_table = prefix
+        sequence.num_computed = len(prefix) * self.block_size
+        sequence.num_registered = len(prefix)
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many more tokens are computed: make full blocks known, give up what is not seen."""
+        sequence.num_computed += num_tokens
+        if self._prefixes is not None:
+            self._register(sequence, self._prefixes)
+        self._forget(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child that owns nothing share what the parent has computed of its tokens.
@@ -101,15 +176,16 @@ class BlockManager:
         pairs = zip(parent.token_ids(0, most), child.token_ids(0, most), strict=True)
         child.num_computed = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
         table = parent.block_table[: self.blocks_needed(child.num_computed)]
-        if FORGOTTEN in table[self._first_seen(child) :]:
+        if FORGOTTEN in table[self._first_seen(child.num_computed) :]:
             child.num_computed, table = 0, []
         child.block_table = table
+        child.num_registered = child.num_computed // self.block_size
         for block in _held(child):
-            self._ref_counts[block] += 1
+            self._share(block)
 
-    def forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence) -> None:
         """Give up what no token to come will see; the table keeps its length."""
-        for index in reversed(range(self._first_seen(sequence))):
+        for index in reversed(range(self._first_seen(sequence.num_computed))):
             block = sequence.block_table[index]
             if block == FORGOTTEN:
                 break
@@ -121,7 +197,7 @@ class BlockManager:
         for block in reversed(_held(sequence)):
             self._release(block)
         sequence.block_table = []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_registered = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise :class:`AssertionError`, naming the block, unless the books are exact.
@@ -137,9 +213,9 @@ class BlockManager:
             assert len(set(_held(sequence))) == len(_held(sequence)), (
                 f"{sequence.request_id}: a block stands twice in {sequence.block_table}"
             )
-            seen = sequence.block_table[self._first_seen(sequence) :]
+            seen = sequence.block_table[self._first_seen(sequence.num_computed) :]
             assert FORGOTTEN not in seen, f"{sequence.request_id}: forgot what it will see"
-        free = Counter(self._free)
+        free = Counter(chain(self._blank, self._idle))
         for block, count in enumerate(self._ref_counts):
             assert count == owners[block], (
                 f"block {block}: {count} references, but in {owners[block]} tables"
@@ -147,6 +223,12 @@ class BlockManager:
             assert free[block] == (count == 0), (
                 f"block {block}: {count} references, and {free[block]} times in the free list"
             )
+        if self._prefixes is not None:
+            self._prefixes.check_integrity()
+            for block in self._blank:
+                assert block not in self._prefixes, f"block {block}: free as blank, but known"
+            for block in self._idle:
+                assert block in self._prefixes, f"block {block}: free as known, but is not"
 
     def check_writable(self, sequence: Sequence, num_tokens: int) -> None:
         """Raise :class:`AssertionError` unless the next tokens have slots no one else reads."""
@@ -158,39 +240,76 @@ class BlockManager:
                 f"block {block}: about to be written by {sequence.request_id}, "
                 f"but has {self._ref_counts[block]} references"
             )
+        for block in self._written(sequence, num_tokens):
+            assert not self._knows(block), f"block {block}: about to be written, but known"
 
-    def _first_seen(self, sequence: Sequence) -> int:
-        """The first logical block that the sequence's next token sees."""
+    def _first_seen(self, position: int) -> int:
+        """The first logical block that a token at this position sees."""
         if self._window is None:
             return 0
-        return max(0, sequence.num_computed - self._window + 1) // self.block_size
+        return max(0, position - self._window + 1) // self.block_size
+
+    def _knows(self, block: int) -> bool:
+        return self._prefixes is not None and block in self._prefixes
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
         needed = self.blocks_needed(sequence.num_computed + num_tokens)
         return max(needed - len(sequence.block_table), 0)
 
+    def _written(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Blocks of its own that the next tokens would be written to."""
+        first = sequence.num_computed // self.block_size
+        end = self.blocks_needed(sequence.num_computed + num_tokens)
+        return sequence.block_table[first:end]
+
     def _shared(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Logical blocks the next tokens would be written to that have other owners."""
         first = sequence.num_computed // self.block_size
-        end = self.blocks_needed(sequence.num_computed + num_tokens)
-        written = range(first, min(end, len(sequence.block_table)))
-        return [i for i in written if self._ref_counts[sequence.block_table[i]] > 1]
+        written = enumerate(self._written(sequence, num_tokens), start=first)
+        return [index for index, block in written if self._ref_counts[block] > 1]
+
+    def _register(self, sequence: Sequence, prefixes: PrefixCache) -> None:
+        num_full = sequence.num_computed // self.block_size
+        for index in range(sequence.num_registered, num_full):
+            own = sequence.block_table[index]
+            if own == FORGOTTEN:
+                continue
+            known = prefixes.register(sequence, index)
+            if known != own:
+                self._share(known)
+                sequence.block_table[index] = known
+                self._release(own)
+        sequence.num_registered = num_full
 
     def _make_private(self, sequence: Sequence, index: int) -> BlockCopy:
         copy = BlockCopy(src=sequence.block_table[index], dst=self._take())
-        self._ref_counts[copy.src] -= 1
+        self._release(copy.src)
         sequence.block_table[index] = copy.dst
         return copy
 
     def _take(self) -> int:
-        block = self._free.popleft()
+        if self._blank:
+            block = self._blank.popleft()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            assert self._prefixes is not None
+            self._prefixes.drop(block)
         self._ref_counts[block] = 1
         return block
 
+    def _share(self, block: int) -> None:
+        if self._ref_counts[block] == 0:
+            del self._idle[block]
+        self._ref_counts[block] += 1
+
     def _release(self, block: int) -> None:
         self._ref_counts[block] -= 1
-        if self._ref_counts[block] == 0:
-            self._free.append(block)
+        if self._ref_counts[block] > 0:
+            return
+        if self._knows(block):
+            self._idle[block] = None
+        else:
+            self._blank.append(block)
 
 
 def _held(sequence: Sequence) -> list[int]:

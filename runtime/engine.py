@@ -6,50 +6,81 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
 
 from torch import Tensor
 
 from qtool.errors import RequestError
+from qtool.runtime.admission import SchedulerConfig
 from qtool.runtime.batch import build_batch
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.capacity import count_blocks
 from qtool.runtime.detokenizer import TextStream
 from qtool.runtime.generation import Generation
+from qtool.runtime.load_plan import make_plan
 from qtool.runtime.loaded_model import LoadedModel
 from qtool.runtime.options import EngineOptions
 from qtool.runtime.outputs import OutputDelta
-from qtool.runtime.request import EngineInfo, EngineStats, Request
+from qtool.runtime.prefix_cache import PrefixCache
+from qtool.runtime.request import EngineStats, Request
 from qtool.runtime.sampler import Sampled, SamplerRow, make_generator, sample, sample_likeliest
-from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler, SchedulerConfig
+from qtool.runtime.scheduled_step import Chunk, ScheduledStep
+from qtool.runtime.scheduler import Scheduler
 from qtool.runtime.sequence import Sequence
 from qtool.runtime.tokenizer import Tokenizer
+
+# Of the cache, what admitting a request leaves free for those that run.
+WATERMARK = 0.01
+# How often smaller requests are admitted past one that does not fit yet. Each may delay it by as
+# long as it runs; 16 fill a batch that would else run half empty.
+MAX_PASSES = 16
 
 
 class Engine:
     """Runs many requests on one decoder.
 
+    Args:
+        clock: seconds, for requests with a time limit.
+
     Raises:
         EngineError: on construction, when the cache has no memory.
     """
 
-    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer,
+        options: EngineOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         decoder = model.decoder
         bytes_per_token = decoder.kv_bytes_per_token
         blocks = count_blocks(options, model.max_model_len, bytes_per_token, decoder.device)
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
+        self._clock = clock
         self._block_size = options.block_size
         self._cache = decoder.new_cache(blocks, options.block_size)
-        self._blocks = BlockManager(blocks, options.block_size, decoder.config.window)
+        prefixes = None
+        if options.enable_prefix_caching:
+            prefixes = PrefixCache(options.block_size, options.loading.kv_cache_dtype)
+        window = decoder.config.window
+        self._blocks = BlockManager(blocks, options.block_size, window, prefixes)
         config = SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=model.max_model_len,
+            policy=options.scheduling_policy,
+            watermark=WATERMARK,
+            expects_output=True,
+            max_passes=MAX_PASSES,
         )
         self._scheduler = Scheduler(config, self._blocks)
         self._generations: dict[str, Generation] = {}
         self._requests = itertools.count()
         self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
-        self.info = _engine_info(model, options, blocks, bytes_per_token)
+        self._timeouts = 0
+        self.info = make_plan(model, options, blocks)
 
     @property
     def has_work(self) -> bool:
@@ -67,6 +98,10 @@ class Engine:
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
             steps=self._steps,
+            slots_used=self._scheduler.num_slots_used,
+            blocks_known=self._blocks.num_known,
+            reused_tokens=self._scheduler.num_reused_tokens,
+            timeouts=self._timeouts,
         )
 
     def check_integrity(self) -> None:
@@ -85,12 +120,17 @@ class Engine:
             list(request.prompt_token_ids),
             request.params,
             priority=request.priority,
+            cache_salt=request.cache_salt,
+            deadline=None if request.timeout is None else self._clock() + request.timeout,
         )
         row = self._sampler_row(sequence)
         text = TextStream(self._tokenizer, sequence.prompt_token_ids, request.params)
-        self._scheduler.add(sequence)
-        limit = self._scheduler.token_limit(sequence)
-        self._generations[request.request_id] = Generation(sequence, row, text, limit)
+        parent = self._generations.get(request.fork_of or "")
+        if parent is None:
+            self._scheduler.add(sequence)
+        else:
+            self._scheduler.fork(parent.sequence, sequence)
+        self._generations[request.request_id] = Generation(sequence, row, text)
 
     def abort(self, request_id: str) -> None:
         """Forget a request; its blocks are free at once. Unknown ids are no error."""
@@ -99,10 +139,20 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """Advance every scheduled sequence by its share of tokens."""
+        late = self._expire()
         step = self._scheduler.schedule()
-        if not step.chunks:
-            self._scheduler.commit(step)
-            return []
+        if step.chunks:
+            return late + self._run(step)
+        self._scheduler.commit(step)
+        return late
+
+    def _expire(self) -> list[OutputDelta]:
+        """End requests whose time has passed."""
+        late = self._scheduler.expire(self._clock())
+        self._timeouts += len(late)
+        return [self._generations.pop(sequence.request_id).expire() for sequence in late]
+
+    def _run(self, step: ScheduledStep) -> list[OutputDelta]:
         generations = [self._generations[chunk.sequence.request_id] for chunk in step.chunks]
         samples = [chunk.samples for chunk in step.chunks]
         self._cache.copy_blocks(step.copies)
@@ -216,24 +266,3 @@ class Engine:
             max(min(c.start + c.length, len(c.sequence.prompt_token_ids)) - c.start, 0)
             for c in step.chunks
         )
-
-
-def _engine_info(
-    model: LoadedModel, options: EngineOptions, blocks: int, bytes_per_token: int
-) -> EngineInfo:
-    decoder = model.decoder
-    return EngineInfo(
-        model=options.model,
-        served_name=options.served_model_name or options.model,
-        device=str(decoder.device),
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        backend=decoder.backend.name,
-        quantization=model.quantization,
-        max_model_len=model.max_model_len,
-        block_size=options.block_size,
-        num_blocks=blocks,
-        kv_bytes_per_token=bytes_per_token,
-        weight_bytes=decoder.weight_bytes,
-        vocab_size=decoder.config.vocab_size,
-        notes=model.notes,
-    )

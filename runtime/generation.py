@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from qtool.runtime.detokenizer import TextStream
-from qtool.runtime.outputs import FinishReason, Logprobs, OutputDelta
+from qtool.runtime.outputs import DEADLINE, FinishReason, Logprobs, OutputDelta
 from qtool.runtime.sampler import Sampled, SamplerRow, prompt_logprobs
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence
 
 
@@ -16,13 +16,10 @@ class Generation:
 
     Attributes:
         row: what the sampler needs.
-        token_limit: tokens, prompt and output, at which it ends with reason "length".
     """
 
-    def __init__(
-        self, sequence: Sequence, row: SamplerRow, text: TextStream, token_limit: int
-    ) -> None:
-        self.sequence, self.row, self.token_limit = sequence, row, token_limit
+    def __init__(self, sequence: Sequence, row: SamplerRow, text: TextStream) -> None:
+        self.sequence, self.row = sequence, row
         self._text = text
         self._prompt_logprobs: list[Logprobs | None] = []
         self._prompt_sent = False
@@ -58,6 +55,11 @@ class Generation:
         """The only delta of a request that generates nothing."""
         return self._delta("", (), finish_reason="length")
 
+    def expire(self) -> OutputDelta:
+        """The last delta of a request whose time has passed, with the text held back so far."""
+        text = self._text.finish()
+        return self._delta(text, (), finish_reason="abort", stop_reason=DEADLINE)
+
     def accept(self, sampled: Sampled) -> OutputDelta:
         """Append a sampled token; the delta has a finish reason if it was the last."""
         token = sampled.token_id
@@ -69,7 +71,7 @@ class Generation:
         if token in self.row.eos_token_ids and not params.ignore_eos:
             return self._delta(self._text.finish(), (token,), logprobs, "stop")
         text = self._text.push(token)
-        at_limit = self.sequence.num_tokens >= self.token_limit
+        at_limit = self.sequence.num_tokens >= self.sequence.token_limit
         if at_limit:
             text += self._text.finish()
         stopped = self._text.stop_reason

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from qtool.errors import QtoolError, UsageError
+from qtool.runtime.admission import Policy
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput, OutputDelta, RequestOutput
 from qtool.runtime.progress import RequestProgress
-from qtool.runtime.request import EngineInfo, Request
+from qtool.runtime.request import EngineInfo, EngineStats, Request
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.startup import start_engine
 
@@ -24,8 +25,8 @@ class LLM:
 
     Args:
         model: folder, GGUF file or packaged name.
-        device, dtype, backend, cpu_compute, kv_cache_dtype, strict, self_check: see
-            :class:`~qtool.runtime.options.ModelOptions`.
+        device, dtype, backend, cpu_compute, kv_cache_dtype, batch_invariant, strict, self_check:
+            see :class:`~qtool.runtime.options.ModelOptions`.
         Others: see :class:`~qtool.runtime.options.EngineOptions`.
 
     Raises:
@@ -41,6 +42,7 @@ class LLM:
         backend: str = "auto",
         cpu_compute: str = "auto",
         kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
         strict: bool = False,
         self_check: bool = True,
         tensor_parallel_size: int = 1,
@@ -52,6 +54,8 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         quantization: str | None = None,
         block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: Policy = "priority",
         seed: int | None = None,
     ) -> None:
         loading = ModelOptions(
@@ -60,6 +64,7 @@ class LLM:
             backend=backend,
             cpu_compute=cpu_compute,
             kv_cache_dtype=kv_cache_dtype,
+            batch_invariant=batch_invariant,
             strict=strict,
             self_check=self_check,
         )
@@ -75,6 +80,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             quantization=quantization,
             block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
             seed=seed,
         )
         running = start_engine(options)
@@ -85,6 +92,10 @@ class LLM:
     def info(self) -> EngineInfo:
         """Device, dtype, sizes, and what was not as asked."""
         return self._engine.info
+
+    def stats(self) -> EngineStats:
+        """The engine's counters and gauges, as of its last step."""
+        return self._engine.stats()
 
     def generate(
         self,
@@ -182,8 +193,10 @@ class LLM:
             raise UsageError(f"{len(params)} sampling_params for {count} prompts; give one each")
         return list(params)
 
-    def _request(self, ids: list[int], params: SamplingParams) -> Request:
-        return Request(f"llm-{next(self._ids)}", tuple(ids), params)
+    def _request(
+        self, ids: list[int], params: SamplingParams, fork_of: str | None = None
+    ) -> Request:
+        return Request(f"llm-{next(self._ids)}", tuple(ids), params, fork_of=fork_of)
 
     def _run(
         self,
@@ -200,9 +213,11 @@ class LLM:
         outputs: queue.SimpleQueue[OutputDelta | QtoolError] = queue.SimpleQueue()
         try:
             for result, request_params in zip(results, params, strict=True):
+                first: str | None = None
                 for completion in result.outputs:
                     choice = request_params.for_choice(completion.index)
-                    request = self._request(result.prompt_token_ids, choice)
+                    request = self._request(result.prompt_token_ids, choice, first)
+                    first = first or request.request_id
                     pending[request.request_id] = result, completion
                     self._engine.submit(request, outputs.put)
             with RequestProgress(len(pending), enabled=progress) as bar:

@@ -31,6 +31,7 @@ class LoadedModel:
     """A decoder with its origin.
 
     Attributes:
+        reason: why this back end.
         schemes: scheme of every quantized linear by name; empty for a plain model.
         max_model_len: longest sequence it was loaded for.
         notes: what was not as asked or expected, one sentence each.
@@ -38,6 +39,7 @@ class LoadedModel:
 
     folder: Path
     decoder: Decoder
+    reason: str
     schemes: dict[str, WeightScheme]
     max_model_len: int
     notes: tuple[str, ...]
@@ -76,6 +78,7 @@ def load_model(
             dtype,
             cpu_compute=options.cpu_compute,
             quantized="quantization_config" in reader.config,
+            batch_invariant=options.batch_invariant,
         )
         notes += selection.notes + scaling_notes(config.ropes, length)
         if options.strict:
@@ -89,7 +92,7 @@ def load_model(
         notes = tuple(note for note in notes if "4-bit weights" not in note)
     if options.self_check and (probe := read_probe(folder)) is not None:
         self_check(decoder, probe, coarsest_compute(decoder, options), length)
-    return LoadedModel(folder, decoder, schemes, length, notes)
+    return LoadedModel(folder, decoder, selection.reason, schemes, length, notes)
 
 
 def coarsest_compute(decoder: Decoder, options: ModelOptions) -> str:

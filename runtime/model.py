@@ -54,6 +54,11 @@ class Decoder:
         return linears + (0 if shared else self.embedding.nbytes)
 
     @property
+    def kv_cache_dtype(self) -> str:
+        """How keys and values are stored."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Memory that one token's keys and values take."""
         return self.config.kv_bytes_per_token(self.dtype.itemsize)

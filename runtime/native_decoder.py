@@ -28,6 +28,14 @@ class NativeDecoder(Decoder):
     step: NativeStep
 
     @property
+    def kv_cache_dtype(self) -> str:
+        """How keys and values are stored."""
+        stored = self.step.kv_dtype
+        if stored == torch.uint8:
+            return "int8, a scale a token and head"
+        return str(stored).removeprefix("torch.")
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Memory that one token's keys and values take."""
         return self.config.num_layers * self.step.page_bytes(TILE) // TILE

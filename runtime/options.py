@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qtool.errors import UsageError
+from qtool.runtime.admission import POLICIES, Policy
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
@@ -24,6 +25,7 @@ class ModelOptions:
             scale a token and group; ``auto`` is int8 for quantized weights in bfloat16, else fp32.
         kv_cache_dtype: ``auto`` is the compute dtype; ``int8`` has a scale a token and head, and
             needs native kernels.
+        batch_invariant: a request gets the same tokens in any company, whatever that costs.
         strict: whatever is not as asked is an error instead of a note.
         self_check: ask a checkpoint's own probe (``qtool/probe.json``) after loading.
     """
@@ -33,6 +35,7 @@ class ModelOptions:
     backend: str = "auto"
     cpu_compute: str = "auto"
     kv_cache_dtype: str = "auto"
+    batch_invariant: bool = False
     strict: bool = False
     self_check: bool = True
 
@@ -63,6 +66,9 @@ class EngineOptions:
         kv_cache_memory: bytes for keys and values; overrides the share.
         quantization: what the user believes the checkpoint is; checked against it.
         block_size: tokens per cache block.
+        enable_prefix_caching: requests that begin alike share what of it is computed.
+        scheduling_policy: ``priority`` serves lower priorities first, and among equals in the
+            order of arrival; ``fcfs`` by arrival alone, and refuses priorities.
         seed: of requests without one; ``None`` takes it from the operating system.
     """
 
@@ -78,6 +84,8 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     block_size: int = 16
+    enable_prefix_caching: bool = True
+    scheduling_policy: Policy = "priority"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +98,9 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
+        if self.scheduling_policy not in POLICIES:
+            allowed = ", ".join(POLICIES)
+            raise UsageError(f"scheduling_policy={self.scheduling_policy!r}: use one of {allowed}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at "

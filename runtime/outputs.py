@@ -7,6 +7,9 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 
+# The stop reason of a request that was aborted because its time had passed.
+DEADLINE = "deadline"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -11,18 +11,56 @@ from qtool.runtime.sampling_params import SamplingParams
 class Request:
     """One completion to generate. ``request_id`` is unique among requests in flight.
 
-    ``params.n`` has no meaning here: a caller that wants n completions submits n requests.
+    ``params.n`` has no meaning here: a caller that wants n completions submits n requests, the
+    later ones as forks of the first.
+
+    Attributes:
+        priority: lower runs first.
+        fork_of: id of a request with the same prompt, whose computation it shares; one that is
+            unknown or has ended is no error.
+        cache_salt: it shares cached prefixes with requests of the same salt only.
+        timeout: seconds from its arrival after which it ends with reason "abort" and whatever it
+            has; ``None`` for never.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    priority: int = 0  # lower runs first
+    priority: int = 0
+    fork_of: str | None = None
+    cache_salt: str = ""
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """Parts of a kind that one kernel runs.
+
+    Attributes:
+        part: the modules' names in a layer, or an operation without weights.
+        count: how many of them there are.
+        num_bytes: memory of all their weights; 0 for operations without.
+        why: what chose this kernel.
+    """
+
+    part: str
+    kernel: str
+    count: int
+    num_bytes: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What does not change while an engine lives."""
+    """What does not change while an engine lives: the load plan.
+
+    Attributes:
+        notes: what was not as asked, one sentence each.
+        backend_reason: why this back end.
+        kv_cache_dtype: how keys and values are stored.
+        parts: which kernel runs what, and why.
+        batch_invariance: what it costs; empty if it was not asked for.
+    """
 
     model: str
     served_name: str
@@ -36,18 +74,48 @@ class EngineInfo:
     kv_bytes_per_token: int
     weight_bytes: int
     vocab_size: int
-    notes: tuple[str, ...]  # what was not as asked, one sentence each
+    notes: tuple[str, ...]
+    backend_reason: str = ""
+    kv_cache_dtype: str = ""
+    parts: tuple[PlannedPart, ...] = ()
+    batch_invariance: str = ""
+    prefix_caching: bool = False
+    scheduling_policy: str = ""
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_full_sequences(self) -> float:
+        """Sequences of ``max_model_len`` that the cache holds."""
+        return self.num_cache_tokens / self.max_model_len
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters and gauges of a running engine, for ``/metrics``."""
+    """Counters and gauges of a running engine, for ``/metrics``.
+
+    Attributes:
+        prompt_tokens: prompt tokens computed.
+        slots_used: token slots of used blocks that hold a token.
+        blocks_known: blocks, used or free, whose contents the prefix cache can find.
+        reused_tokens: tokens that did not have to be computed, for others had.
+        timeouts: requests that ended because their time had passed.
+    """
 
     num_running: int
     num_waiting: int
     blocks_used: int
     blocks_total: int
-    prompt_tokens: int  # computed so far
+    prompt_tokens: int
     generated_tokens: int
     preemptions: int
     steps: int
+    slots_used: int = 0
+    blocks_known: int = 0
+    reused_tokens: int = 0
+    timeouts: int = 0

@@ -7,6 +7,9 @@ from enum import Enum
 
 from qtool.runtime.sampling_params import SamplingParams
 
+# In a block table: behind the window of every layer, and given back.
+FORGOTTEN = -1
+
 
 class SequenceStatus(Enum):
     """Where a sequence stands. A preempted one is waiting again."""
@@ -20,24 +23,36 @@ class SequenceStatus(Enum):
 class Sequence:
     """A prompt and what was generated after it.
 
-    The engine appends tokens; the fields below ``priority`` are otherwise written by the
+    The engine appends tokens; the fields below ``deadline`` are otherwise written by the
     scheduler and the block manager only. Two sequences are equal only if they are the same one.
 
     Attributes:
         priority: lower runs first.
+        cache_salt: it shares cached prefixes with those of the same salt only.
+        deadline: when it ends whatever it has, on the clock of ``Scheduler.expire``.
         arrival: position among all sequences ever added; breaks ties of priority.
         block_table: physical block of each logical block of tokens.
         num_computed: how many tokens, from the first, have their keys and values in the cache.
+        num_registered: how many of its blocks, from the first, the prefix cache has seen.
+        block_digests: names of its first full blocks in the prefix cache.
+        token_limit: tokens, prompt and output, at which the engine ends it with reason "length".
+        times_passed: how often a later one was admitted because this one did not fit.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str = ""
+    deadline: float | None = None
     output_token_ids: list[int] = field(default_factory=list, init=False)
     arrival: int = field(default=-1, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
     num_computed: int = field(default=0, init=False)
+    num_registered: int = field(default=0, init=False)
+    block_digests: list[bytes] = field(default_factory=list, init=False)
+    token_limit: int = field(default=0, init=False)
+    times_passed: int = field(default=0, init=False)
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
 
     @property
@@ -49,6 +64,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens still to be run through the model; 1 while decoding."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether others may have computed its first tokens: not where each one's logits count."""
+        return self.params.prompt_logprobs is None
 
     @property
     def rank(self) -> tuple[int, int]:

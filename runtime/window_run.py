@@ -7,7 +7,7 @@ from torch import Tensor
 from qtool.runtime.batch import build_batch
 from qtool.runtime.model import Decoder
 from qtool.runtime.sampling_params import SamplingParams
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence
 
 BLOCK_SIZE = 16

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -84,6 +84,36 @@ def tiny_model_folder(model_factory: ModelFactory) -> Path:
 def checkout_env() -> dict[str, str]:
     """Environment for a subprocess in which ``import qtool`` is this checkout."""
     return {**os.environ, "PYTHONPATH": str(ROOT / ".typecheck")}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_engines() -> Iterator[None]:
+    """Every engine of every test has its books checked before and after each step."""
+    from qtool.runtime.engine import Engine
+
+    step = Engine.step
+
+    def checked(engine: Engine) -> list[object]:
+        engine.check_integrity()
+        deltas = step(engine)
+        engine.check_integrity()
+        return deltas  # type: ignore[return-value]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", checked)
+        yield
+
+
+@pytest.fixture
+def expecting_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that keep no room for output, so that their requests preempt one another."""
+    from qtool.runtime.admission import Admission
+    from qtool.runtime.sequence import Sequence
+
+    def final_blocks(admission: Admission, sequence: Sequence) -> int:
+        return admission._blocks.blocks_needed(sequence.num_tokens + 1)
+
+    monkeypatch.setattr(Admission, "_final_blocks", final_blocks)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -31,6 +31,7 @@ def select_backend(
     *,
     cpu_compute: str = "auto",
     quantized: bool = False,
+    batch_invariant: bool = False,
 ) -> Selection:
     """The back end for a device and compute dtype.
 
@@ -39,6 +40,7 @@ def select_backend(
         cpu_compute: see :class:`qtool.runtime.options.ModelOptions`.
         quantized: whether the checkpoint is; plain weights run on torch unless ``cpu_compute``
             asks for native code.
+        batch_invariant: only one whose results do not depend on a row's company will do.
 
     Raises:
         UsageError: an unknown name, or a back end that cannot run on the device.
@@ -52,7 +54,7 @@ def select_backend(
     if name == "reference":
         return Selection(ReferenceBackend(device, dtype), "asked for", ())
     if device.type == "cpu":
-        return _select_cpu(device, dtype, cpu_compute, quantized)
+        return _select_cpu(device, dtype, cpu_compute, quantized, batch_invariant)
     return Selection(
         ReferenceBackend(device, dtype),
         f"there are no kernels for {device.type} yet",
@@ -61,21 +63,26 @@ def select_backend(
 
 
 def _select_cpu(
-    device: torch.device, dtype: torch.dtype, cpu_compute: str, quantized: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    cpu_compute: str,
+    quantized: bool,
+    batch_invariant: bool,
 ) -> Selection:
     from qtool.runtime.kernels.cpu.build import load_native
     from qtool.runtime.kernels.cpu.native_backend import NativeBackend, resolve_compute
     from qtool.runtime.kernels.cpu.torch_ops import CpuBackend
+    from qtool.runtime.kernels.reference import ReferenceBackend
 
-    plain = CpuBackend(device, dtype)
-    if not quantized and cpu_compute == "auto":
-        return Selection(plain, "the device is a CPU", _cpu_notes(dtype))
+    plain: type[Backend] = ReferenceBackend if batch_invariant else CpuBackend
+    if not quantized and cpu_compute == "auto" and not batch_invariant:
+        return Selection(plain(device, dtype), "the device is a CPU", _cpu_notes(dtype))
     native = load_native()
     if native.library is None:
         notes = (f"{native.reason}; slower torch operations run instead", *_cpu_notes(dtype))
-        return Selection(plain, "there is no native code", notes)
+        return Selection(plain(device, dtype), "there is no native code", notes)
     compute = resolve_compute(cpu_compute, dtype, quantized)
-    backend = NativeBackend(device, dtype, native, compute)
+    backend = NativeBackend(device, dtype, native, compute, plain)
     return Selection(backend, f"native code for {native.level}, computing in {compute}", ())
 
 

@@ -62,6 +62,7 @@ class LinearOp(ABC):
     """A linear layer ready to run: weights in the back end's own layout."""
 
     kernel: str  # what runs, for the load plan
+    obstacle: str = ""  # why it is not the kernel the back end is there for
     num_bytes: int  # memory its weights take
 
     @abstractmethod

@@ -102,6 +102,10 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/server_info")
+    async def server_info() -> JsonObject:
+        return service.server_info()
+
     @app.get("/version")
     async def version() -> JsonObject:
         return {"version": qtool.__version__}

@@ -18,7 +18,7 @@ from qtool.runtime.server.interfaces import JsonObject
 MAX_MESSAGE_LENGTH = 1000
 MAX_SHOWN_VALUE = 80
 
-_SERVER_ERROR_TYPES = {500: "server_error", 503: "service_unavailable_error"}
+_SERVER_ERROR_TYPES = {500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 # Depth to which a validation error's location names fields of the API. Deeper parts are list
 # positions and the names pydantic gives to members of a union.

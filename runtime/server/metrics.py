@@ -30,12 +30,16 @@ class EngineCollector(Collector):
             "requests_running": ("Requests in the current batch.", stats.num_running),
             "requests_waiting": ("Requests waiting for room.", stats.num_waiting),
             "kv_blocks_used": ("KV cache blocks in use.", stats.blocks_used),
+            "kv_slots_used": ("Token slots of these blocks that hold a token.", stats.slots_used),
+            "kv_blocks_known": ("KV cache blocks a prefix can be found in.", stats.blocks_known),
             "kv_blocks_total": ("KV cache blocks there are.", stats.blocks_total),
         }
         counters = {
             "prompt_tokens": ("Prompt tokens computed.", stats.prompt_tokens),
             "generated_tokens": ("Tokens generated.", stats.generated_tokens),
             "preemptions": ("Requests that lost their blocks to others.", stats.preemptions),
+            "reused_tokens": ("Tokens found in the cache, not computed.", stats.reused_tokens),
+            "timeouts": ("Requests that ended because their time had passed.", stats.timeouts),
             "engine_steps": ("Forward passes.", stats.steps),
         }
         for name, (text, value) in gauges.items():

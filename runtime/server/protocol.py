@@ -96,6 +96,8 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     request_id: RequestId | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None  # seconds, from arrival to the last token
     best_of: int | None = None
 
     @property

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -108,6 +109,15 @@ class Service:
             "max_model_len": self.engine.info.max_model_len,
         }
 
+    def server_info(self) -> JsonObject:
+        """GET /server_info: the load plan and the engine's counters.
+
+        Without the place of the model on this machine's disk, which is nobody's business.
+        """
+        info = asdict(self.engine.info)
+        del info["model"]
+        return {"plan": info, "stats": asdict(self.engine.stats())}
+
     def close(self) -> None:
         """Free the worker thread."""
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
@@ -153,8 +163,17 @@ class Service:
         prefix = f"{id_}-{uuid.uuid4().hex[:8]}"
         requests: list[Request] = []
         for prompt, params in work:
-            for each in map(params.for_choice, range(params.n)):
-                name = f"{prefix}-{len(requests)}"
-                requests.append(Request(name, prompt.token_ids, each, body.priority or 0))
+            first = f"{prefix}-{len(requests)}"
+            for index in range(params.n):
+                request = Request(
+                    request_id=f"{prefix}-{len(requests)}",
+                    prompt_token_ids=prompt.token_ids,
+                    params=params.for_choice(index),
+                    priority=body.priority or 0,
+                    fork_of=first if index else None,
+                    cache_salt=body.cache_salt or "",
+                    timeout=body.timeout,
+                )
+                requests.append(request)
         stream = bool(body.stream)
         return GenerationResponse(self.bridge, self.metrics, requests, reply, stream=stream)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from qtool.errors import EngineError, QtoolError
-from qtool.runtime.outputs import OutputDelta
+from qtool.runtime.outputs import DEADLINE, OutputDelta
 from qtool.runtime.request import Request
 from qtool.runtime.server.errors import HttpError, to_http_error
 from qtool.runtime.server.interfaces import EngineClient
@@ -105,7 +105,7 @@ class Outputs:
         elif item.finish_reason == "abort":
             # Not by us: we are not closed. A client must not take the text for complete.
             self._running.discard(request_id)
-            self.fail(EngineError("the engine aborted the request; send it again"))
+            self.fail(_why_aborted(item))
         else:
             self._measure(request_id, item)
             self._queue.put_nowait((index, item))
@@ -122,6 +122,13 @@ class Outputs:
         if delta.finish_reason is not None:
             self._running.discard(request_id)
             self._metrics.finished(delta.finish_reason, now - self._begun)
+
+
+def _why_aborted(delta: OutputDelta) -> QtoolError:
+    if delta.stop_reason == DEADLINE:
+        message = "The request's timeout has passed; give it more time, or ask for fewer tokens."
+        return HttpError(504, message, "timeout", "timeout")
+    return EngineError("the engine aborted the request; send it again")
 
 
 class Bridge:

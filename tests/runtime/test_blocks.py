@@ -15,7 +15,7 @@ from support.scripted import make_sequence
 def _compute(blocks: BlockManager, sequence: Sequence, num_tokens: int) -> list[BlockCopy]:
     """One step of a sequence."""
     copies = blocks.grow(sequence, num_tokens)
-    sequence.num_computed += num_tokens
+    blocks.advance(sequence, num_tokens)
     return copies
 
 
@@ -199,7 +199,6 @@ class TestWindow:
 
     def _compute(self, blocks: BlockManager, sequence: Sequence, num_tokens: int) -> list[int]:
         _compute(blocks, sequence, num_tokens)
-        blocks.forget(sequence)
         blocks.check_integrity([sequence])
         return [block for block in sequence.block_table if block != FORGOTTEN]
 
@@ -237,7 +236,6 @@ class TestWindow:
         child = _fork(blocks, parent)
         shared = parent.block_table[0]
         _compute(blocks, parent, 4)
-        blocks.forget(parent)
         assert parent.block_table[0] == FORGOTTEN and child.block_table == [shared]
         blocks.check_integrity([parent, child])
 
@@ -256,11 +254,11 @@ def test_the_books_are_exact_after_any_growing_forking_and_freeing(
     for action, which, size in actions:
         sequence = owners[which % len(owners)]
         if action == "g" and blocks.can_grow(sequence, size):
-            copies = _compute(blocks, sequence, size)
+            copies = blocks.grow(sequence, size)
             table = sequence.block_table
             assert {copy.dst for copy in copies} <= set(table)
             assert not {copy.src for copy in copies} & set(table)
-            blocks.forget(sequence)
+            blocks.advance(sequence, size)
         elif action == "f" and size > 4:
             blocks.free(sequence)
         elif action == "f":

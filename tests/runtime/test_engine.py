@@ -130,6 +130,7 @@ class TestTheSameTokensInAnyCompany:
         engine = make_engine(blocks=256, max_num_batched_tokens=budget, max_num_seqs=seats)
         assert self._run(engine) == alone
 
+    @pytest.mark.usefixtures("expecting_nothing")
     def test_with_preemption(
         self,
         alone: dict[str, list[int]],
@@ -161,6 +162,93 @@ class TestTheSameTokensInAnyCompany:
                 engine.check_integrity()
         assert {name: outputs[name].token_ids for name in alone} == alone
         assert engine.stats().blocks_used == 0
+
+    def test_with_prefixes_that_others_have_computed(
+        self,
+        alone: dict[str, list[int]],
+        make_engine: Callable[..., Engine],
+    ) -> None:
+        engine = make_engine(blocks=256)
+        assert self._run(engine) == alone
+        computed = engine.stats().prompt_tokens
+        assert self._run(engine) == alone
+        stats = engine.stats()
+        assert stats.prompt_tokens - computed < computed / 2
+        assert stats.reused_tokens + stats.prompt_tokens == 2 * computed
+        assert stats.blocks_used == 0 and stats.blocks_known > 0
+
+    def test_without_a_prefix_cache(
+        self,
+        alone: dict[str, list[int]],
+        make_engine: Callable[..., Engine],
+    ) -> None:
+        engine = make_engine(blocks=256, enable_prefix_caching=False)
+        assert self._run(engine) == self._run(engine) == alone
+        assert (engine.stats().reused_tokens, engine.stats().blocks_known) == (0, 0)
+
+    def test_as_samples_of_one_prompt(self, make_engine: Callable[..., Engine]) -> None:
+        prompt = _prompt(3, 50)
+        seeds = [
+            SamplingParams(temperature=1.0, seed=i, max_tokens=12, ignore_eos=True)
+            for i in range(4)
+        ]
+        engine = make_engine(enable_prefix_caching=False)
+        expected = [_solo(engine, prompt, params).token_ids for params in seeds]
+        computed = engine.stats().prompt_tokens
+        for index, params in enumerate(seeds):
+            engine.add(Request(f"s{index}", prompt, params, fork_of="s0" if index else None))
+        outputs = _drain(engine)
+        assert [outputs[f"s{index}"].token_ids for index in range(4)] == expected
+        assert engine.stats().prompt_tokens - computed == 50 + 3
+        assert engine.stats().reused_tokens == 3 * 49
+
+    @pytest.mark.parametrize("fork_of", ["gone", "never was"])
+    def test_as_a_fork_of_one_that_has_ended(
+        self, make_engine: Callable[..., Engine], fork_of: str
+    ) -> None:
+        engine, prompt = make_engine(), _prompt(3, 20)
+        expected = _solo(engine, prompt, GREEDY).token_ids
+        engine.add(Request("gone", prompt, GREEDY))
+        engine.abort("gone")
+        engine.add(Request("late", prompt, GREEDY, fork_of=fork_of))
+        assert _drain(engine)["late"].token_ids == expected
+
+
+class TestDeadlines:
+    def test_a_request_whose_time_has_passed_ends_with_what_it_has(
+        self, model: LoadedModel, tokenizer: Tokenizer
+    ) -> None:
+        now = [100.0]
+        options = EngineOptions(model="tiny", kv_cache_memory=10**6, max_num_seqs=1)
+        engine = Engine(model, tokenizer, options, clock=lambda: now[0])
+        expected = _solo(engine, _prompt(1), GREEDY)
+        engine.add(Request("late", _prompt(1), GREEDY, timeout=5.0))
+        engine.add(Request("waits", _prompt(2), GREEDY, timeout=5.0))
+        engine.add(Request("patient", _prompt(1), GREEDY))
+        deltas = [delta for _ in range(4) for delta in engine.step()]
+        now[0] = 105.0
+        outputs = {delta.request_id: CompletionOutput(0) for delta in deltas}
+        for delta in deltas + engine.step():
+            outputs.setdefault(delta.request_id, CompletionOutput(0)).extend(delta)
+        for name, count in (("late", 4), ("waits", 0)):
+            output = outputs[name]
+            assert (output.finish_reason, output.stop_reason) == ("abort", "deadline")
+            assert output.token_ids == (expected.token_ids[:count])
+        assert engine.stats().timeouts == 2
+        assert _drain(engine)["patient"].finish_reason == "length"
+        assert engine.stats().blocks_used == 0
+
+
+class TestSalts:
+    def test_a_prefix_is_found_by_those_of_the_same_salt_only(
+        self, make_engine: Callable[..., Engine]
+    ) -> None:
+        engine, prompt, reused = make_engine(), _prompt(3, 50), []
+        for salt in ("mine", "yours", "mine", ""):
+            engine.add(Request("r", prompt, GREEDY, cache_salt=salt))
+            _drain(engine)
+            reused.append(engine.stats().reused_tokens)
+        assert reused == [0, 0, 48, 48]
 
 
 class TestEnds:
@@ -235,6 +323,7 @@ class TestPromptLogprobs:
             assert entry.chosen.logprob == pytest.approx(value, abs=1e-4)
             assert len(entry.top) == 2
 
+    @pytest.mark.usefixtures("expecting_nothing")
     def test_they_survive_preemption(self, make_engine: Callable[..., Engine]) -> None:
         scored = SamplingParams(temperature=0, max_tokens=30, prompt_logprobs=0, ignore_eos=True)
         plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

@@ -16,7 +16,7 @@ from qtool.runtime.families import FAMILIES
 from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import ModelOptions
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from support.batches import (
     BLOCK_SIZE,
     batch_of,

@@ -79,6 +79,7 @@ def _run(engine: Engine) -> dict[str, list[Any]]:
     return deltas
 
 
+@pytest.mark.usefixtures("expecting_nothing")
 def test_joined_deltas_equal_the_plain_text_in_500_random_cases(tiny_model_folder: Path) -> None:
     rng = random.Random(11)
     reasons, preemptions = {"length": 0, "stop": 0, "end": 0}, 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from qtool import LLM, SamplingParams
-from qtool.errors import RequestError, UsageError
+from qtool.errors import EngineError, RequestError, UsageError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -120,3 +122,84 @@ def test_settings_that_cannot_be_are_refused(
 def test_unknown_settings_are_refused(tiny_model_folder: Path) -> None:
     with pytest.raises(TypeError, match="max_seqs"):
         LLM(model=str(tiny_model_folder), max_seqs=2)  # type: ignore[call-arg]
+
+
+def _thread(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def test_threads_that_generate_chat_and_stream_at_once_get_what_they_get_alone(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    calls: dict[str, Callable[[], str]] = {
+        "generate": lambda: llm.generate("The quick", GREEDY, progress=False)[0].outputs[0].text,
+        "chat": lambda: llm.chat(messages, GREEDY)[0].outputs[0].text,
+        "stream": lambda: "".join(delta.text for delta in llm.stream("brown fox", GREEDY)),
+    }
+    alone = {name: call() for name, call in calls.items()}
+    found: list[tuple[str, str]] = []
+
+    def client(name: str) -> None:
+        found.extend((name, calls[name]()) for _ in range(3))
+
+    threads = [_thread(partial(client, name)) for name in calls for _ in range(3)]
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(found) == 27 and all(text == alone[name] for name, text in found)
+
+
+def test_samples_of_a_prompt_share_its_computation(llm: LLM) -> None:
+    before = llm.stats()
+    params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=4, ignore_eos=True)
+    llm.generate([list(range(100, 150))], params)
+    after = llm.stats()
+    assert after.prompt_tokens - before.prompt_tokens == 50 + 3
+    assert after.reused_tokens - before.reused_tokens == 3 * 49
+
+
+def test_closing_ends_a_call_in_another_thread_and_the_engine_for_good(
+    tiny_model_folder: Path,
+) -> None:
+    llm = LLM(str(tiny_model_folder), device="cpu", backend="reference", kv_cache_memory=10**6)
+    long, errors = SamplingParams(max_tokens=200, ignore_eos=True), list[Exception]()
+    begun = threading.Event()
+
+    def stream() -> None:
+        try:
+            for _ in llm.stream("The", long):
+                begun.set()
+        except EngineError as error:
+            errors.append(error)
+
+    thread = _thread(stream)
+    assert begun.wait(30)
+    llm.close()
+    thread.join(timeout=30)
+    assert not thread.is_alive() and len(errors) == 1 and "closed" in str(errors[0])
+    for call in (llm.generate, lambda prompt: list(llm.stream(prompt))):
+        with pytest.raises(EngineError, match="has stopped"):
+            call("The")
+    llm.close()
+    assert not llm._engine._thread.is_alive()
+
+
+def test_a_seed_of_the_engine_repeats_what_requests_without_one_get(
+    tiny_model_folder: Path,
+) -> None:
+    texts = []
+    for _ in range(2):
+        with LLM(
+            str(tiny_model_folder),
+            device="cpu",
+            backend="reference",
+            max_model_len=64,
+            max_num_seqs=2,
+            enable_prefix_caching=False,
+            kv_cache_dtype="auto",
+            seed=3,
+        ) as llm:
+            assert (llm.info.max_model_len, llm.info.prefix_caching) == (64, False)
+            results = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=8, ignore_eos=True))
+            texts.append([result.outputs[0].text for result in results])
+    assert texts[0] == texts[1] and len(set(texts[0])) == 3

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qtool.errors import RequestError, UsageError
-from qtool.runtime.scheduler import ScheduledStep, SchedulerConfig
+from qtool.runtime.admission import SchedulerConfig
+from qtool.runtime.scheduled_step import ScheduledStep
 from qtool.runtime.sequence import Sequence, SequenceStatus
 from support.scripted import ScriptedEngine, make_sequence, run_alone
 
@@ -289,9 +290,35 @@ def test_a_fork_is_queued_and_shares_nothing_when_there_is_no_place_or_no_cache(
     engine.drain(max_steps=30)
 
 
-def test_a_fork_in_a_running_step_is_caught() -> None:
+def test_a_fork_in_a_running_step_shares_once_the_step_is_committed() -> None:
     engine = _make_engine()
     parent = _add(engine, "parent", 6)
-    engine.scheduler.schedule()
-    with pytest.raises(AssertionError, match="between schedule and commit"):
-        engine.scheduler.fork(parent, make_sequence("child", [1, 2]))
+    step = engine.scheduler.schedule()
+    child = make_sequence("child", parent.prompt_token_ids)
+    engine.fork(parent, child)
+    assert child.status is SequenceStatus.WAITING and child.block_table == []
+    engine.scheduler.commit(step)
+    assert (child.num_computed, child.block_table) == (5, parent.block_table)
+
+
+def test_samples_of_one_prompt_compute_it_once_and_then_a_token_each() -> None:
+    engine = _make_engine(seqs=8)
+    parent = _add(engine, "parent", 30)
+    for index in range(3):
+        engine.fork(parent, make_sequence(f"sample {index}", parent.prompt_token_ids))
+    assert _chunks(engine.step()) == {"parent": (0, 30)}
+    step = engine.step()
+    assert {length for _, length in _chunks(step).values()} == {1} and len(step.chunks) == 4
+    assert len(step.copies) == 3, "all but the last owner of the prompt's last block"
+    assert engine.blocks.num_blocks - engine.blocks.num_free == 7 + 4
+    engine.drain(max_steps=10)
+    assert len({tuple(sequence.output_token_ids) for sequence in engine.finished}) == 1
+
+
+def test_a_fork_of_a_parent_that_ends_first_is_computed_like_any_other() -> None:
+    engine = _make_engine(seqs=1)
+    parent = _add(engine, "parent", 6, max_tokens=1)
+    child = make_sequence("child", parent.prompt_token_ids)
+    engine.fork(parent, child)
+    engine.drain(max_steps=20)
+    assert child.output_token_ids == run_alone(child.prompt_token_ids, 14)

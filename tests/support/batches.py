@@ -11,7 +11,7 @@ from qtool.runtime.batch import Batch, build_batch
 from qtool.runtime.kv_cache import BlockPools
 from qtool.runtime.model import Decoder
 from qtool.runtime.sampling_params import SamplingParams
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence
 
 BLOCK_SIZE = 16

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from zlib import crc32
 
-from qtool.runtime.blocks import FORGOTTEN, BlockManager
+from qtool.runtime.admission import SchedulerConfig
+from qtool.runtime.blocks import BlockManager
+from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.sampling_params import SamplingParams
-from qtool.runtime.scheduler import Chunk, ScheduledStep, Scheduler, SchedulerConfig
-from qtool.runtime.sequence import Sequence, SequenceStatus
+from qtool.runtime.scheduled_step import Chunk, ScheduledStep
+from qtool.runtime.scheduler import Scheduler
+from qtool.runtime.sequence import FORGOTTEN, Sequence, SequenceStatus
 
 VOCAB_SIZE = 50
 STOP_TOKEN = 0
@@ -33,10 +36,16 @@ def run_alone(prompt: list[int], limit: int, window: int | None = None) -> list[
 
 
 def make_sequence(
-    request_id: str, prompt: list[int], max_tokens: int | None = 8, priority: int = 0
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int | None = 8,
+    priority: int = 0,
+    salt: str = "",
+    deadline: float | None = None,
 ) -> Sequence:
     """A new sequence; its parameters matter only for their ``max_tokens``."""
-    return Sequence(request_id, list(prompt), SamplingParams(max_tokens=max_tokens), priority)
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(request_id, list(prompt), params, priority, salt, deadline)
 
 
 class ScriptedEngine:
@@ -48,8 +57,11 @@ class ScriptedEngine:
         num_blocks: int,
         block_size: int,
         window: int | None = None,
+        *,
+        remembers: bool = False,
     ) -> None:
-        self.blocks = BlockManager(num_blocks, block_size, window)
+        prefixes = PrefixCache(block_size) if remembers else None
+        self.blocks = BlockManager(num_blocks, block_size, window, prefixes)
         self.window = window
         self.scheduler = Scheduler(config, self.blocks)
         self.config = config
@@ -58,6 +70,8 @@ class ScriptedEngine:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_copies = 0
+        self.num_hits = 0
+        self.num_tokens = 0
         self._sampled_from: dict[str, list[int | None]] = {}
         self._cache: list[int | None] = [None] * self.blocks.num_slots
 
@@ -74,6 +88,13 @@ class ScriptedEngine:
         assert self.scheduler.abort(sequence.request_id) is sequence
         self.alive.remove(sequence)
         self.scheduler.check_integrity()
+
+    def expire(self, now: float) -> list[Sequence]:
+        late = self.scheduler.expire(now)
+        for sequence in late:
+            self.alive.remove(sequence)
+        self.scheduler.check_integrity()
+        return late
 
     def step(self, abort_in_flight: Sequence | None = None) -> ScheduledStep:
         """One step; the sequence given is aborted while the model runs."""
@@ -105,8 +126,11 @@ class ScriptedEngine:
         self.num_steps += 1
         self.num_preemptions += len(step.preempted)
         self.num_copies += len(step.copies)
+        self.num_tokens += step.num_tokens
         assert 0 < step.num_tokens <= self.config.max_num_batched_tokens
         scheduled = [chunk.sequence for chunk in step.chunks]
+        fresh = [chunk for chunk in step.chunks if chunk.sequence not in before]
+        self.num_hits += sum(chunk.start > 0 for chunk in fresh)
         for sequence in before:
             assert (sequence in scheduled) != (sequence in step.preempted), sequence.request_id
         if step.preempted:
@@ -119,6 +143,7 @@ class ScriptedEngine:
         # The owners are counted here anew, not taken from the block manager.
         tables = [sequence.block_table for sequence in self.alive]
         owners = Counter(block for table in tables for block in table if block != FORGOTTEN)
+        self._check_salts()
         for chunk in step.chunks:
             self._write(chunk, owners)
         for chunk in step.chunks:
@@ -130,6 +155,14 @@ class ScriptedEngine:
             # Read in the step, as a model does: its commit may forget what only this step saw.
             seen = self._read(chunk.sequence, self._first_seen(end - 1), end)
             self._sampled_from[chunk.sequence.request_id] = seen
+
+    def _check_salts(self) -> None:
+        salts: dict[int, str] = {}
+        for sequence in self.alive:
+            for block in sequence.block_table:
+                if block != FORGOTTEN:
+                    salt = salts.setdefault(block, sequence.cache_salt)
+                    assert salt == sequence.cache_salt, f"block {block} is shared across salts"
 
     def _write(self, chunk: Chunk, owners: Counter[int]) -> None:
         tokens = chunk.sequence.token_ids(chunk.start, chunk.start + chunk.length)

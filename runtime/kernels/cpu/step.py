@@ -149,6 +149,11 @@ class NativeStep:
         if workspace := getattr(self, "_workspace", None):
             self._library.qt_workspace_free(workspace)
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """How keys and values are stored, see :class:`StepModel`."""
+        return self._model.kv_dtype
+
     def page_bytes(self, block_size: int) -> int:
         """Bytes of one layer's block: keys and values of ``block_size`` tokens, all heads."""
         shape = kv_shape(self._model, block_size)

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from qtool.runtime.kernels.cpu import build
+from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kernels.reference import KEY_TILE, ROW_TILE, ReferenceBackend
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.model import Decoder
+from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import ModelOptions
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from support.batches import batch_of, make_cache, make_sequence, run_chunked, run_whole
+from support.families import FAMILY_VARIANTS
+from support.native import LEVELS
 
 BACKEND = ReferenceBackend(torch.device("cpu"), torch.float32)
 
@@ -79,3 +84,41 @@ def test_company_does_not_change_a_bit(decoder: Decoder) -> None:
     after = [Chunk(other, other.num_tokens - 3, 1) for other in others]
     second = decoder.forward(batch_of(*after, Chunk(sequence, 50, 20)), cache)
     assert torch.equal(second[len(after) :], alone[50:])
+
+
+# One model of each kind of code: native step, native linears under torch, experts, soft caps.
+INVARIANT = {
+    "llama": {},
+    "llama, bfloat16": {"dtype": torch.bfloat16},
+    "qwen3": FAMILY_VARIANTS["qwen3"],
+    "gemma2": FAMILY_VARIANTS["gemma2"],
+    "mixture": FAMILY_VARIANTS["qwen2_moe"],
+}
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "no compiler"])
+@pytest.mark.parametrize("variant", INVARIANT)
+def test_asked_for_it_a_cpu_gives_the_same_bits_in_any_company(
+    model_factory: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    native: bool,
+) -> None:
+    if not native:
+        monkeypatch.setattr(build, "load_native", lambda: build.Native(None, "", "no compiler"))
+    options = ModelOptions(device="cpu", batch_invariant=True)
+    decoder = load_model(model_factory(**INVARIANT[variant]), options).decoder
+    assert isinstance(decoder.backend, NativeBackend) == (native and bool(LEVELS))
+    assert isinstance(decoder, NativeDecoder) == (
+        native and bool(LEVELS) and variant.startswith("llama")
+    )
+    mine, token_ids = [], _token_ids(70, 2)
+    alone = run_whole(decoder, token_ids)
+    cache, sequence = make_cache(decoder, 256), make_sequence(token_ids, 0, "mine")
+    others = [make_sequence(_token_ids(9 + 7 * i, 10 + i), 21 + 20 * i, f"o{i}") for i in range(9)]
+    first = [Chunk(other, 0, other.num_tokens - 3) for other in others]
+    for size, company in ((33, first[:4]), (1, []), (36, first[4:])):
+        chunk = Chunk(sequence, sum(map(len, mine)), size)
+        logits = decoder.forward(batch_of(*company, chunk), cache)
+        mine.append(logits[sum(other.length for other in company) :])
+    assert torch.equal(torch.cat(mine), alone)

@@ -18,7 +18,7 @@ from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import ModelOptions
-from qtool.runtime.scheduler import Chunk
+from qtool.runtime.scheduled_step import Chunk
 from support.batches import batch_of, make_cache, make_sequence, run_chunked, run_whole
 from support.native import LEVELS
 from support.variants import VARIANTS, ref_logits, relative_error, token_ids

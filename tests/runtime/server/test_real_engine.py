@@ -252,3 +252,50 @@ def _finished(server: RealServer) -> int:
     lines = server.http.get("/metrics").text.splitlines()
     name = "qtool_requests_finished_total{"
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith(name))
+
+
+class TestSharing:
+    def test_a_prompt_that_came_before_is_not_computed_again_except_for_another_salt(
+        self, tiny_model_folder: Path
+    ) -> None:
+        with real_server(tiny_model_folder) as server:
+            texts, reused = [], []
+            for salt in (None, None, "tenant", "tenant"):
+                answer = server.post(
+                    TEXTS, prompt=[7] * 40, temperature=0, max_tokens=4, cache_salt=salt
+                )
+                texts.append(answer.json()["choices"][0]["text"])
+                wait_until(lambda: server.engine.stats().num_running == 0)
+                reused.append(server.engine.stats().reused_tokens)
+            assert reused == [0, 32, 32, 64] and len(set(texts)) == 1
+            metrics = server.http.get("/metrics").text
+            assert "qtool_reused_tokens_total 64.0" in metrics
+
+    def test_choices_of_one_prompt_compute_it_once(self, tiny_model_folder: Path) -> None:
+        with real_server(tiny_model_folder, enable_prefix_caching=False) as server:
+            answer = server.post(CHATS, messages=HELLO, n=3, max_tokens=4, ignore_eos=True)
+            assert len(answer.json()["choices"]) == 3
+            length = answer.json()["usage"]["prompt_tokens"]
+            wait_until(lambda: server.engine.stats().num_running == 0)
+            assert server.engine.stats().reused_tokens == 2 * (length - 1)
+
+
+class TestTimeouts:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_request_whose_time_has_passed_is_a_504_and_leaves_nothing(
+        self, server: RealServer, stream: bool
+    ) -> None:
+        body = {"prompt": "The", "max_tokens": 200, "ignore_eos": True, "timeout": 1e-6}
+        answer = server.post(TEXTS, stream=stream, **body)
+        if stream:
+            assert "timeout has passed" in answer.text and "[DONE]" not in answer.text
+        else:
+            assert answer.status_code == 504
+            assert answer.json()["error"]["code"] == "timeout"
+        wait_until(lambda: server.engine.stats().blocks_used == 0)
+        assert server.post(TEXTS, prompt="The", max_tokens=2, timeout=60.0).status_code == 200
+
+    @pytest.mark.parametrize("timeout", [0, -1.0, "5"])
+    def test_a_time_that_is_none_is_a_400(self, server: RealServer, timeout: object) -> None:
+        answer = server.post(TEXTS, prompt="The", timeout=timeout)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "timeout"

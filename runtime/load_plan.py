@@ -1,0 +1,108 @@
+"""What a loaded model does here: which kernel runs what and why, what fits, what is not as asked.
+
+It is made of what was loaded, not of what was meant to be: names of kernels come from the
+operations themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+
+from qtool.runtime.kernels.backend import Backend, LinearOp
+from qtool.runtime.kernels.cpu.native_backend import NativeBackend
+from qtool.runtime.loaded_model import LoadedModel, refuse_notes
+from qtool.runtime.model import Decoder
+from qtool.runtime.native_decoder import NativeDecoder
+from qtool.runtime.options import EngineOptions
+from qtool.runtime.request import EngineInfo, PlannedPart
+
+# model.layers.3.self_attn. and the like; experts are told apart by their number only.
+_PLACE = re.compile(r"\b(?:model\.|layers\.\d+\.|self_attn\.|mlp\.|experts\.\d+\.)")
+
+
+def make_plan(model: LoadedModel, options: EngineOptions, num_blocks: int) -> EngineInfo:
+    """The load plan of an engine.
+
+    Raises:
+        EngineError: under ``strict``, when something is not as asked.
+    """
+    decoder = model.decoder
+    shortage = _shortage(model, options, num_blocks)
+    if options.loading.strict:
+        refuse_notes(shortage)
+    return EngineInfo(
+        model=options.model,
+        served_name=options.served_model_name or options.model,
+        device=str(decoder.device),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        backend=decoder.backend.name,
+        backend_reason=model.reason,
+        quantization=model.quantization,
+        max_model_len=model.max_model_len,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        kv_bytes_per_token=decoder.kv_bytes_per_token,
+        weight_bytes=decoder.weight_bytes,
+        vocab_size=decoder.config.vocab_size,
+        notes=(*model.notes, *shortage),
+        kv_cache_dtype=decoder.kv_cache_dtype,
+        parts=(*_linears(model), *_operations(model)),
+        batch_invariance=invariance_cost(decoder) if options.loading.batch_invariant else "",
+        prefix_caching=options.enable_prefix_caching,
+        scheduling_policy=options.scheduling_policy,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+
+
+def invariance_cost(decoder: Decoder) -> str:
+    """What a batch-invariant decoder gives up for it."""
+    if isinstance(decoder, NativeDecoder):
+        return "nothing where weights are quantized; plain ones run on native kernels, not torch's"
+    if isinstance(decoder.backend, NativeBackend):
+        return (
+            "linears lose nothing; norms, activations and attention run in row tiles, a sequence "
+            "at a time"
+        )
+    return (
+        "every product runs in tiles of 16 rows, also a single one, attention a sequence at a "
+        "time, and quantized weights are held dense"
+    )
+
+
+def _shortage(model: LoadedModel, options: EngineOptions, num_blocks: int) -> tuple[str, ...]:
+    num_slots = num_blocks * options.block_size
+    if num_slots >= model.max_model_len:
+        return ()
+    return (
+        f"the KV cache holds {num_slots} tokens, so no sequence reaches max_model_len="
+        f"{model.max_model_len}; give it more memory, or lower max_model_len",
+    )
+
+
+def _linears(model: LoadedModel) -> Iterator[PlannedPart]:
+    """Linears by kind and kernel, in the order of a layer."""
+
+    def kind(item: tuple[str, LinearOp]) -> tuple[str, str, str]:
+        name, linear = item
+        return _PLACE.sub("", name), linear.kernel, linear.obstacle
+
+    order = {key: index for index, key in enumerate(map(kind, model.decoder.linears.items()))}
+    linears = sorted(model.decoder.linears.items(), key=lambda item: order[kind(item)])
+    for (part, kernel, obstacle), group in groupby(linears, kind):
+        ops = [linear for _, linear in group]
+        why = obstacle or model.reason
+        yield PlannedPart(part, kernel, len(ops), sum(op.num_bytes for op in ops), why)
+
+
+def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
+    decoder = model.decoder
+    backend: Backend = decoder.backend
+    why = model.reason
+    if isinstance(backend, NativeBackend) and not isinstance(decoder, NativeDecoder):
+        backend, why = backend.plain, "the decoder does not run as one native call a step"
+    layers = decoder.config.num_layers
+    yield PlannedPart("attention", backend.attention_kernel, layers, 0, why)
+    yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)

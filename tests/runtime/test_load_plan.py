@@ -1,0 +1,142 @@
+"""The load plan says what was loaded, what fits, and what was not as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from qtool.cli import main
+from qtool.errors import EngineError
+from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.pipeline import quantize_model
+from qtool.runtime.engine import Engine
+from qtool.runtime.load_plan import make_plan
+from qtool.runtime.loaded_model import load_model
+from qtool.runtime.options import EngineOptions, ModelOptions
+from qtool.runtime.request import EngineInfo
+from qtool.runtime.tokenizer import Tokenizer
+from support.families import FAMILY_VARIANTS
+from support.native import LEVELS
+from support.real_server import real_server
+
+
+def _plan(folder: Path, blocks: int = 64, **options: object) -> EngineInfo:
+    loading = ModelOptions(device="cpu", **options)  # type: ignore[arg-type]
+    model = load_model(folder, loading)
+    return make_plan(model, EngineOptions(model="org/tiny", loading=loading), blocks)
+
+
+def test_it_names_every_kernel_once_with_count_and_bytes(tiny_model_folder: Path) -> None:
+    plan = _plan(tiny_model_folder, dtype="fp32", backend="reference")
+    found = {part.part: (part.count, part.num_bytes, part.kernel) for part in plan.parts}
+    tiles = "torch linear, row tiles"
+    assert found == {
+        "q_proj, k_proj, v_proj": (2, 2 * 4 * 64 * (64 + 32 + 32), tiles),
+        "o_proj": (2, 2 * 4 * 64 * 64, tiles),
+        "gate_proj, up_proj": (2, 2 * 4 * 64 * 256, tiles),
+        "down_proj": (2, 2 * 4 * 128 * 64, tiles),
+        "lm_head": (1, 4 * 64 * 384, tiles),
+        "attention": (2, 0, "torch, row tiles"),
+        "norm": (5, 0, "torch, row tiles"),
+    }
+    assert {part.why for part in plan.parts} == {plan.backend_reason} == {"asked for"}
+    assert sum(part.num_bytes for part in plan.parts) == plan.weight_bytes
+
+
+def test_it_says_how_many_tokens_and_sequences_fit(tiny_model_folder: Path) -> None:
+    plan = _plan(tiny_model_folder, blocks=40, dtype="fp32", backend="reference")
+    assert (plan.num_cache_tokens, plan.num_full_sequences) == (640, 2.5)
+    assert (plan.kv_cache_dtype, plan.kv_bytes_per_token) == ("float32", 2 * 2 * 2 * 16 * 4)
+
+
+def test_a_cache_that_holds_no_whole_sequence_is_a_note_and_under_strict_an_error(
+    tiny_model_folder: Path,
+) -> None:
+    (note,) = _plan(tiny_model_folder, 15, dtype="fp32", backend="reference").notes
+    assert "holds 240 tokens, so no sequence reaches max_model_len=256; give" in note
+    assert _plan(tiny_model_folder, 16, dtype="fp32", backend="reference").notes == ()
+    with pytest.raises(EngineError, match="--strict: the KV cache holds 240 tokens"):
+        _plan(tiny_model_folder, 15, dtype="fp32", backend="reference", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "cost"),
+    [
+        ({"batch_invariant": False}, ""),
+        ({"batch_invariant": True, "backend": "reference"}, "tiles of 16 rows"),
+        ({"batch_invariant": True}, "nothing where weights are quantized" if LEVELS else "tiles"),
+    ],
+)
+def test_it_says_what_batch_invariance_costs(
+    tiny_model_folder: Path, options: dict[str, object], cost: str
+) -> None:
+    found = _plan(tiny_model_folder, **options).batch_invariance
+    assert cost in found and bool(found) == bool(options["batch_invariant"])
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native code here")
+class TestNative:
+    @pytest.fixture
+    def quantized(
+        self, model_factory: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    ) -> Path:
+        out = tmp_path_factory.mktemp("quantized") / "model"
+        layers = ("layers.0.mlp.down_proj=fp8-weights",)
+        options = QuantizeOptions(method="rtn", group_size=32, layers=layers)
+        quantize_model(model_factory(), out, options)
+        return out
+
+    def test_a_linear_no_native_kernel_takes_says_why(self, quantized: Path) -> None:
+        plan = _plan(quantized)
+        down = [part for part in plan.parts if part.part == "down_proj"]
+        assert [part.count for part in down] == [1, 1]
+        torch, native = sorted(down, key=lambda part: part.kernel, reverse=True)
+        assert torch.kernel.startswith("torch") and "FP8" in torch.why and "torch" in torch.why
+        assert native.kernel.startswith("native fp32") and native.why == plan.backend_reason
+
+    def test_attention_under_native_linears_says_that_torch_runs_it(
+        self, model_factory: Callable[..., Path]
+    ) -> None:
+        plan = _plan(model_factory(**FAMILY_VARIANTS["qwen3"]), cpu_compute="fp32")
+        (attention,) = (part for part in plan.parts if part.part == "attention")
+        assert attention.kernel == "torch SDPA" and "native call" in attention.why
+        assert any("native step has no norm of queries" in note for note in plan.notes)
+
+
+def test_experts_of_a_layer_are_one_part(model_factory: Callable[..., Path]) -> None:
+    plan = _plan(model_factory(**FAMILY_VARIANTS["qwen3_moe"]), backend="reference")
+    counts = {part.part: part.count for part in plan.parts}
+    assert counts["gate_proj, up_proj"] == counts["down_proj"] == 2 * 5
+    assert counts["gate"] == 2
+
+
+def test_the_engine_holds_it(tiny_model_folder: Path) -> None:
+    loading = ModelOptions(device="cpu", dtype="fp32", backend="reference")
+    options = EngineOptions(model="org/tiny", loading=loading, kv_cache_memory=10**6)
+    engine = Engine(
+        load_model(tiny_model_folder, loading), Tokenizer.load(tiny_model_folder), options
+    )
+    assert engine.info.num_blocks == 10**6 // (16 * 512)
+    assert engine.info.prefix_caching and engine.info.scheduling_policy == "priority"
+
+
+def test_serve_plan_prints_it_and_stops(tiny_model_folder: Path) -> None:
+    asked = ["--plan", "--device", "cpu", "--backend", "reference", "--kv-cache-memory", "1M"]
+    result = CliRunner().invoke(main, ["serve", str(tiny_model_folder), *asked])
+    assert result.exit_code == 0, result.output
+    for text in ("2 x o_proj: torch linear, row tiles", "KV cache: float32", "scheduler: priority"):
+        assert text in result.stdout
+    assert "listening" not in result.output
+
+
+def test_the_server_tells_it_without_the_models_place_on_disk(tiny_model_folder: Path) -> None:
+    with real_server(tiny_model_folder) as server:
+        server.post("/v1/completions", prompt="The", max_tokens=2, ignore_eos=True)
+        answer = server.http.get("/server_info").json()
+    assert answer["plan"]["parts"][0]["part"] == "q_proj, k_proj, v_proj"
+    assert answer["plan"]["served_name"] == "tiny" and "model" not in answer["plan"]
+    assert answer["stats"]["generated_tokens"] == 2
+    assert str(tiny_model_folder) not in str(answer)
