@@ -1,0 +1,93 @@
+"""All formats of quantized checkpoints in one table: a format is a file, and a row here.
+
+| format             | file                    | written by           |
+|--------------------|-------------------------|----------------------|
+| compressed-tensors | compressed_tensors.py   | llm-compressor, us   |
+| awq                | awq.py                  | AutoAWQ, AutoRound, us |
+| gptq               | gptq.py                 | AutoGPTQ, GPTQModel, us |
+| fp8                | fp8.py                  | DeepSeek, transformers, us |
+| fbgemm_fp8         | fbgemm_fp8.py           | FBGEMM (Llama 3.1 405B) |
+| modelopt           | modelopt.py             | NVIDIA ModelOpt      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qtool.errors import CheckpointError, UsageError
+from qtool.formats import awq, compressed_tensors, fbgemm_fp8, fp8, gptq, modelopt
+from qtool.formats.linears import ReadableFormat, StoredLinears, WritableFormat
+from qtool.formats.reader import CheckpointReader, read_json
+
+READERS: Mapping[str, ReadableFormat] = {
+    module.QUANT_METHOD: module
+    for module in (compressed_tensors, awq, gptq, fp8, fbgemm_fp8, modelopt)
+}
+WRITERS: Mapping[str, WritableFormat] = {
+    module.NAME: module for module in (compressed_tensors, awq, gptq, fp8)
+}
+DEFAULT_FORMAT = compressed_tensors.NAME
+
+# Where old exports have what config.json says today, and the format they are of.
+_SIDE_FILES = {
+    "hf_quant_config.json": modelopt.QUANT_METHOD,
+    "quant_config.json": awq.QUANT_METHOD,
+    "quantize_config.json": gptq.QUANT_METHOD,
+}
+
+
+def quantization_block(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a model folder says about its quantization, with ``quant_method``; ``None`` if nothing.
+
+    Args:
+        folder: the model's; old exports have a file of their own there.
+        config: its ``config.json``.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    for key in ("quantization_config", "compression_config"):
+        if block := config.get(key):
+            if not isinstance(block, dict):
+                raise CheckpointError(f"{key} is {block!r}; it is a JSON object")
+            return block
+    for name, method in _SIDE_FILES.items():
+        if (folder / name).is_file():
+            return {"quant_method": method} | read_json(folder / name)
+    return None
+
+
+def stored_linears(reader: CheckpointReader) -> StoredLinears | None:
+    """The quantized linears of an opened checkpoint; ``None`` for a plain one.
+
+    Raises:
+        CheckpointError: a format or a variant of one that cannot be read, by name.
+    """
+    block = quantization_block(reader.folder, reader.config)
+    if block is None:
+        return None
+    method = block.get("quant_method")
+    if method not in READERS:
+        raise CheckpointError(
+            f"{reader.folder}: quantization {method!r}; this version reads "
+            f"{', '.join(READERS)}: quantize the original model with qtool"
+        )
+    try:
+        return READERS[method].open_linears(block, reader.entries)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{reader.folder}: its quantization_config is damaged ({error!r}); copy it again"
+        ) from None
+
+
+def writer_of(name: str) -> WritableFormat:
+    """The format called ``name``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in WRITERS:
+        raise UsageError(f"format={name!r}: choose one of {', '.join(WRITERS)}")
+    return WRITERS[name]
