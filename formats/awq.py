@@ -12,7 +12,7 @@ Per quantized linear of N out and K in features, group size g (docs/layouts.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from qtool.formats.linears import (
     StoredLinears,
     check_dtype,
     check_scales,
-    float16_obstacle,
     require,
 )
 from qtool.formats.reader import TensorEntry
@@ -34,6 +33,9 @@ from qtool.formats.tensor import QuantizedTensor
 
 NAME = QUANT_METHOD = "awq"
 ONE_SCHEME = True
+SCALE_DTYPE: torch.dtype | None = torch.float16
+HOLDS_KV_SCALES = False
+SIDE_FILE: str | None = None
 
 BITS = 4
 WORD = 8  # codes of a word
@@ -100,9 +102,9 @@ def obstacle(scheme: WeightScheme, shape: Shape) -> str | None:
     return None
 
 
-def scale_obstacle(scales: Tensor) -> str | None:
-    """Why these scales cannot be stored without loss; ``None`` if they can."""
-    return float16_obstacle(scales)
+def warnings(schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
+    """Engines that read the format read all of these."""
+    return ()
 
 
 def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -110,7 +112,7 @@ def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:
     return {
         "qweight": _pack_columns(tensor.codes),
         "qzeros": _pack_columns(tensor.zeros),
-        "scales": tensor.scales.t().half().contiguous(),
+        "scales": tensor.scales.t().to(SCALE_DTYPE).contiguous(),
     }
 
 

@@ -16,7 +16,7 @@ feature) is read where a file has it and never written: engines refuse it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,6 @@ from torch import Tensor
 from qtool.errors import CheckpointError
 from qtool.formats import packing
 from qtool.formats.compressed_tensors_config import (
-    FLOAT,
-    INT,
-    LAYOUTS,
-    MIXED,
-    NAIVE,
     PACKED,
     QUANT_METHOD,
     QuantizationConfig,
@@ -51,26 +46,29 @@ from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor
 
 __all__ = [
-    "FLOAT",
-    "INT",
-    "LAYOUTS",
-    "MIXED",
-    "NAIVE",
+    "HOLDS_KV_SCALES",
     "NAME",
-    "PACKED",
+    "ONE_SCHEME",
     "QUANT_METHOD",
+    "SCALE_DTYPE",
+    "SIDE_FILE",
     "TENSOR_NAMES",
     "QuantizationConfig",
     "layout_of",
+    "obstacle",
     "open_linears",
     "pack",
     "parse_config",
     "quantization_config",
     "unpack",
+    "warnings",
 ]
 
 NAME = QUANT_METHOD
 ONE_SCHEME = False
+SCALE_DTYPE: torch.dtype | None = None
+HOLDS_KV_SCALES = True
+SIDE_FILE: str | None = None
 TENSOR_NAMES = (
     "weight_packed",
     "weight",
@@ -116,9 +114,11 @@ def obstacle(scheme: WeightScheme, shape: Shape) -> str | None:
     return None
 
 
-def scale_obstacle(scales: Tensor) -> str | None:
-    """Scales keep their dtype."""
-    return None
+def warnings(schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
+    """What engines make of weights in these schemes, where it is a surprise."""
+    if any(scheme.bits == 8 and not scheme.symmetric for scheme in schemes):
+        return ("8-bit weights with zero points: vLLM has no fast kernel for them",)
+    return ()
 
 
 def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:

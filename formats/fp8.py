@@ -13,7 +13,7 @@ written: for everything else other engines have compressed-tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from qtool.formats.tensor import QuantizedTensor
 
 NAME = QUANT_METHOD = "fp8"
 ONE_SCHEME = True
+SCALE_DTYPE: torch.dtype | None = torch.float32
+HOLDS_KV_SCALES = False
+SIDE_FILE: str | None = None
 
 
 class Fp8Linears(StoredLinears):
@@ -93,14 +96,14 @@ def obstacle(scheme: WeightScheme, shape: Shape) -> str | None:
     return None
 
 
-def scale_obstacle(scales: Tensor) -> str | None:
-    """Why these scales cannot be stored without loss; ``None`` if they can."""
-    return None if torch.equal(scales.float().to(scales.dtype), scales) else "its scales are wider"
+def warnings(schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
+    """Engines that read the format read all of these."""
+    return ()
 
 
 def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Tensors of one linear under their local names; the input is not changed."""
-    return {"weight": tensor.codes, "weight_scale_inv": tensor.scales.float()}
+    return {"weight": tensor.codes, "weight_scale_inv": tensor.scales.to(SCALE_DTYPE)}
 
 
 def quantization_config(schemes: Mapping[str, WeightScheme], ignore: list[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ it or drop it without a word.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from qtool.formats.linears import (
     StoredLinears,
     check_dtype,
     check_scales,
-    float16_obstacle,
     require,
 )
 from qtool.formats.reader import TensorEntry
@@ -39,6 +38,9 @@ from qtool.formats.tensor import QuantizedTensor
 
 NAME = QUANT_METHOD = "gptq"
 ONE_SCHEME = True
+SCALE_DTYPE: torch.dtype | None = torch.float16
+HOLDS_KV_SCALES = False
+SIDE_FILE: str | None = "quantize_config.json"
 
 BITS = (2, 4, 8)
 # Versions by their name in a config; what version 1 takes off a zero.
@@ -172,9 +174,15 @@ def obstacle(scheme: WeightScheme, shape: Shape) -> str | None:
     return None
 
 
-def scale_obstacle(scales: Tensor) -> str | None:
-    """Why these scales cannot be stored without loss; ``None`` if they can."""
-    return float16_obstacle(scales)
+def warnings(schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
+    """Who does not load weights in these schemes."""
+    if all(scheme.symmetric for scheme in schemes):
+        return ()
+    return (
+        "asymmetric GPTQ is written as version 2 (gptq_v2): GPTQModel and transformers load it, "
+        "vLLM and SGLang do not, which take symmetric GPTQ alone; use awq or compressed-tensors "
+        "for them",
+    )
 
 
 def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -185,7 +193,7 @@ def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:
     return {
         "qweight": packing.pack_rows(tensor.codes, scheme.bits).t().contiguous(),
         "qzeros": packing.pack_rows(zeros.contiguous(), scheme.bits),
-        "scales": tensor.scales.t().half().contiguous(),
+        "scales": tensor.scales.t().to(SCALE_DTYPE).contiguous(),
         "g_idx": (torch.arange(columns) // width).to(torch.int32),
     }
 
@@ -193,7 +201,9 @@ def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:
 def quantization_config(schemes: Mapping[str, WeightScheme], ignore: list[str]) -> dict[str, Any]:
     """The ``quantization_config`` block of config.json for modules of one scheme."""
     scheme = next(iter(schemes.values()))
-    kept = {rf"-:^{re.escape(name)}$": {} for name in sorted(ignore) if name != "lm_head"}
+    kept: dict[str, dict[str, Any]] = {
+        rf"-:^{re.escape(name)}$": {} for name in sorted(ignore) if name != "lm_head"
+    }
     block = {
         "quant_method": QUANT_METHOD,
         "bits": scheme.bits,

@@ -8,7 +8,7 @@ together; whoever reads (runtime, dequantizer, converter) knows nothing else abo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -90,7 +90,8 @@ class StoredLinears(ABC):
 class ReadableFormat(Protocol):
     """A module of this package that reads one format.
 
-    ``QUANT_METHOD`` is its name in ``config.json``.
+    Attributes:
+        QUANT_METHOD: its name in ``config.json``.
     """
 
     QUANT_METHOD: str
@@ -111,20 +112,28 @@ class ReadableFormat(Protocol):
 
 
 class WritableFormat(ReadableFormat, Protocol):
-    """A module that writes it as well. ``NAME`` is what ``--format`` takes.
+    """A module that writes it as well.
 
-    ``ONE_SCHEME``: its config describes all quantized linears at once.
+    Attributes:
+        NAME: what ``--format`` takes.
+        ONE_SCHEME: its config describes all quantized linears at once.
+        SCALE_DTYPE: what scales are stored in; ``None`` is their own dtype.
+        HOLDS_KV_SCALES: it has a place for scales of the cache.
+        SIDE_FILE: where its config lies a second time, for old readers.
     """
 
     NAME: str
     ONE_SCHEME: bool
+    SCALE_DTYPE: torch.dtype | None
+    HOLDS_KV_SCALES: bool
+    SIDE_FILE: str | None
 
     def obstacle(self, scheme: WeightScheme, shape: Shape) -> str | None:
         """Why no weight of a scheme and shape can be stored without loss; ``None`` if it can."""
         ...
 
-    def scale_obstacle(self, scales: Tensor) -> str | None:
-        """Why these scales cannot be stored without loss; ``None`` if they can."""
+    def warnings(self, schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
+        """What a user should know of weights in these schemes, one sentence each."""
         ...
 
     def pack(self, tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -202,13 +211,6 @@ def check_dtype(tensors: Mapping[str, Tensor], names: list[str], dtype: torch.dt
                 f"{name} is {tensors[name].dtype} of shape {list(tensors[name].shape)}; it must be "
                 f"{dtype} in two dimensions"
             )
-
-
-def float16_obstacle(scales: Tensor) -> str | None:
-    """Why scales do not fit into float16 bit for bit; ``None`` if they do."""
-    if torch.equal(scales.half().float(), scales.float()):
-        return None
-    return f"its scales ({str(scales.dtype).removeprefix('torch.')}) would be rounded to float16"
 
 
 def _unsigned(codes: Tensor, scheme: WeightScheme) -> Tensor:

@@ -21,14 +21,23 @@ from qtool.formats import awq, compressed_tensors, fbgemm_fp8, fp8, gptq, modelo
 from qtool.formats.linears import ReadableFormat, StoredLinears, WritableFormat
 from qtool.formats.reader import CheckpointReader, read_json
 
-READERS: Mapping[str, ReadableFormat] = {
-    module.QUANT_METHOD: module
-    for module in (compressed_tensors, awq, gptq, fp8, fbgemm_fp8, modelopt)
-}
-WRITERS: Mapping[str, WritableFormat] = {
-    module.NAME: module for module in (compressed_tensors, awq, gptq, fp8)
-}
+_READABLE: tuple[ReadableFormat, ...] = (
+    compressed_tensors,
+    awq,
+    gptq,
+    fp8,
+    fbgemm_fp8,
+    modelopt,
+)
+_WRITABLE: tuple[WritableFormat, ...] = (compressed_tensors, awq, gptq, fp8)
+
+# By the name config.json has for them, and by the name --format has.
+READERS: Mapping[str, ReadableFormat] = {module.QUANT_METHOD: module for module in _READABLE}
+WRITERS: Mapping[str, WritableFormat] = {module.NAME: module for module in _WRITABLE}
 DEFAULT_FORMAT = compressed_tensors.NAME
+
+# Keys of config.json that hold it; the second one is older.
+CONFIG_KEYS = ("quantization_config", "compression_config")
 
 # Where old exports have what config.json says today, and the format they are of.
 _SIDE_FILES = {
@@ -48,7 +57,7 @@ def quantization_block(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
     Raises:
         CheckpointError: it cannot be read.
     """
-    for key in ("quantization_config", "compression_config"):
+    for key in CONFIG_KEYS:
         if block := config.get(key):
             if not isinstance(block, dict):
                 raise CheckpointError(f"{key} is {block!r}; it is a JSON object")
@@ -68,7 +77,7 @@ def stored_linears(reader: CheckpointReader) -> StoredLinears | None:
     block = quantization_block(reader.folder, reader.config)
     if block is None:
         return None
-    method = block.get("quant_method")
+    method = str(block.get("quant_method"))
     if method not in READERS:
         raise CheckpointError(
             f"{reader.folder}: quantization {method!r}; this version reads "

@@ -19,7 +19,7 @@ CARD_PATH = "README.md"
 _NOT_SHOWN = {"overwrite", "restart", "device", "strict"}
 
 # Options whose flag is spelled otherwise than their field.
-_FLAGS = {"layers": "--layer"}
+_FLAGS = {"layers": "--layer", "formats": "--format"}
 
 # An id on the hub: what the hub's own field for a base model takes.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
