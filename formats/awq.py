@@ -25,6 +25,7 @@ from qtool.formats.linears import (
     StoredLinears,
     check_dtype,
     check_scales,
+    group_width,
     require,
 )
 from qtool.formats.reader import TensorEntry
@@ -61,7 +62,7 @@ class AwqLinears(StoredLinears):
                 "quantize the original model with qtool"
             )
         self._has_zeros = bool(block.get("zero_point", True))
-        self._group_size = block.get("group_size", block.get("q_group_size", 128))
+        self._group = group_width(block.get("group_size", block.get("q_group_size", 128)))
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         zeros = ["qzeros"] if self._has_zeros else []
@@ -71,8 +72,7 @@ class AwqLinears(StoredLinears):
         )
         check_scales(tensors["scales"], "scales")
         rows, columns = tensors["qweight"].shape[1] * WORD, tensors["qweight"].shape[0]
-        whole_row = self._group_size in (-1, None)
-        scheme = weight_scheme(BITS, not self._has_zeros, None if whole_row else self._group_size)
+        scheme = weight_scheme(BITS, not self._has_zeros, self._group)
         grid = scheme.grid_shape((rows, columns))
         found = torch.full(grid, scheme.symmetric_zero, dtype=torch.uint8)
         if "qzeros" in tensors:

@@ -162,6 +162,11 @@ def unpack(
     if len(shape) != 2:
         raise CheckpointError(f"weight_shape is {shape}; a linear weight has two dimensions")
     check_dtype(tensors, ["weight_packed", *zeros], torch.int32)
+    if tensors["weight_packed"].shape[0] != shape[0]:
+        raise CheckpointError(
+            f"weight_shape is {shape}, but weight_packed has {tensors['weight_packed'].shape[0]} "
+            "rows; the tensors are of different exports"
+        )
     check_scales(tensors["weight_scale"], "weight_scale")
     try:
         codes = packing.unpack_rows(tensors["weight_packed"], scheme.bits, shape[1])

@@ -30,6 +30,7 @@ from qtool.formats.linears import (
     StoredLinears,
     check_dtype,
     check_scales,
+    group_width,
     require,
 )
 from qtool.formats.reader import TensorEntry
@@ -59,6 +60,7 @@ class GptqLinears(StoredLinears):
 
     def __init__(self, block: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
         super().__init__(entries)
+        _check_rules(block.get("dynamic") or {})
         self._block = block
         self._version = str(block.get("checkpoint_format") or block.get("format") or V1)
         if self._version not in ZERO_OFFSET or block.get("pack_dtype", "int32") != "int32":
@@ -84,8 +86,8 @@ class GptqLinears(StoredLinears):
         symmetric = bool(settings.get("sym", True))
         if bits == 2 and symmetric:
             codes, zeros = codes + WIDENED, zeros + WIDENED
-        group_size = settings.get("group_size", -1)
-        scheme = weight_scheme(max(bits, 4), symmetric, None if group_size == -1 else group_size)
+        group = group_width(settings.get("group_size"))
+        scheme = weight_scheme(max(bits, 4), symmetric, group)
         groups = scheme.grid_shape((codes.shape[0], columns))[1]
         order = self._order(module, tensors, groups, columns)
         if order is not None:
@@ -145,16 +147,23 @@ class GptqLinears(StoredLinears):
 def settings_for(module: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """The block's settings, with those of the first ``dynamic`` rule that means ``module``."""
     for rule, changes in (block.get("dynamic") or {}).items():
-        pattern = rule.removeprefix("+:")
+        if not rule.startswith("-:") and re.match(rule.removeprefix("+:"), module):
+            return {**block, **changes}
+    return dict(block)
+
+
+def _check_rules(rules: object) -> None:
+    """Raise CheckpointError unless ``dynamic`` maps patterns to settings."""
+    if not isinstance(rules, dict) or not all(isinstance(v, dict) for v in rules.values()):
+        raise CheckpointError(f"dynamic is {rules!r}; it maps patterns to settings")
+    for rule in rules:
         try:
-            if not rule.startswith("-:") and re.match(pattern, module):
-                return {**block, **changes}
+            re.compile(rule.removeprefix("+:").removeprefix("-:"))
         except re.error as error:
             raise CheckpointError(
                 f"quantization_config names modules by {rule!r}, which is no regular expression "
                 f"({error}); repair config.json"
             ) from None
-    return dict(block)
 
 
 def open_linears(block: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> StoredLinears:

@@ -169,11 +169,7 @@ def plain_codes(
     require(tensors, ["weight", scale, *zeros, *inputs], scheme)
     codes = tensors["weight"]
     stored = torch.int8 if scheme.type == "int" else affine.CODE_DTYPES["float"]
-    if codes.dtype != stored or codes.ndim != 2:
-        raise CheckpointError(
-            f"weight is {codes.dtype} of shape {list(codes.shape)}; {scheme.describe()} has "
-            f"{stored} in two dimensions"
-        )
+    check_dtype(tensors, ["weight"], stored)
     grid = scheme.grid_shape((codes.shape[0], codes.shape[1]))
     scales = tensors[scale]
     if scales.numel() == grid[0] * grid[1] and scales.ndim < 2:
@@ -183,7 +179,7 @@ def plain_codes(
         codes = _unsigned(codes, scheme)
     found = torch.full(grid, scheme.symmetric_zero, dtype=torch.uint8)
     if not scheme.symmetric:
-        found = _unsigned(tensors["weight_zero_point"].reshape(scales.shape), scheme)
+        found = _unsigned(tensors["weight_zero_point"], scheme)
     static = tensors[input_scale].reshape(-1) if scheme.has_input_scale else None
     return QuantizedTensor(codes, scales, found, scheme, static)
 
@@ -197,20 +193,37 @@ def require(tensors: Mapping[str, Tensor], names: list[str], scheme: WeightSchem
 
 def check_scales(scales: Tensor, name: str) -> None:
     """Raise CheckpointError unless scales are floating and finite: codes alone mean nothing."""
-    if not scales.dtype.is_floating_point:
-        raise CheckpointError(f"{name} is {scales.dtype}; scales are floating")
+    if not scales.dtype.is_floating_point or scales.ndim > 2:
+        raise CheckpointError(
+            f"{name} is {scales.dtype} of shape {list(scales.shape)}; scales are floating, in two "
+            "dimensions at most"
+        )
     if not bool(scales.float().isfinite().all()):
         raise CheckpointError(f"{name} has values that are not finite; copy the checkpoint again")
 
 
 def check_dtype(tensors: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> None:
-    """Raise CheckpointError unless the named matrices have a dtype."""
+    """Raise CheckpointError unless the named tensors are matrices of a dtype."""
     for name in names:
-        if tensors[name].dtype != dtype or tensors[name].ndim != 2:
+        tensor = tensors[name]
+        if tensor.dtype != dtype or tensor.ndim != 2 or not tensor.numel():
             raise CheckpointError(
-                f"{name} is {tensors[name].dtype} of shape {list(tensors[name].shape)}; it must be "
-                f"{dtype} in two dimensions"
+                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; it must be {dtype} in "
+                "two dimensions"
             )
+
+
+def group_width(value: object) -> int | None:
+    """A config's ``group_size``; ``None`` for a whole row, which configs call -1.
+
+    Raises:
+        CheckpointError: it is no number of weights.
+    """
+    if value in (-1, None):
+        return None
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"group_size is {value!r}; it is a number of weights, or -1")
+    return value
 
 
 def _unsigned(codes: Tensor, scheme: WeightScheme) -> Tensor:

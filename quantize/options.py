@@ -35,8 +35,7 @@ class QuantizeOptions:
             64 and 32 that divides every row, ``row`` is one scale a row.
         activations: of SmoothQuant: ``dynamic`` (a scale a token) if ``None``, or ``static``.
         granularity: of ``fp8``: what shares a scale; ``channel`` if ``None``, or ``block`` where a
-            format is ``fp8``. See
-            :func:`~qtool.formats.scheme.fp8_scheme`.
+            format is ``fp8``. See :func:`~qtool.formats.scheme.fp8_scheme`.
         weight_only: of ``fp8``: leave inputs in 16 bits.
         layers: ``PATTERN=SCHEME`` overrides; see :mod:`qtool.quantize.schemes`.
         lm_head: bits of the head's weight; ``None`` leaves it in 16 bits.

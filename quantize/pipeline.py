@@ -35,6 +35,7 @@ from qtool.quantize.prepare import (
     Listener,
     Progress,
     Texts,
+    format_warnings,
     gather_texts,
     plan_job,
     result_bytes,
@@ -105,6 +106,8 @@ def quantize_model(
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
+        for warning in format_warnings(job, options):
+            progress(Progress("format", 1, 1, warning))
         with clock.phase("calibration"):
             evaluate = evaluator is not None
             texts = gather_texts(job, options, parts, sampler, progress, evaluate=evaluate)
@@ -123,6 +126,7 @@ def quantize_model(
                 convert_checkpoint(
                     out, folder, name, overwrite=options.overwrite, progress=_told(progress, name)
                 )
+                progress(Progress("format", 1, 1, f"{folder}: the same weights as {name}"))
             work.discard()
     return report
 
@@ -253,5 +257,6 @@ def _report(
         total_bytes=writer.total_bytes,
         verified_tensors=len(writer.digests),
         activation_peaks=peaks,
+        format=job.format.NAME,
         evaluation=evaluation,
     )

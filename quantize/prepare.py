@@ -88,6 +88,12 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
     return replace(job, format=writer_of(options.formats[0]))
 
 
+def format_warnings(job: Job, options: QuantizeOptions) -> tuple[str, ...]:
+    """What a user should know of the schemes in the formats that are asked for."""
+    schemes = list(job.schemes.values())
+    return tuple(text for name in options.formats for text in writer_of(name).warnings(schemes))
+
+
 def _refuse_losses(job: Job) -> None:
     """Raise QuantizationError unless the job's format holds every scheme, and scales in its dtype.
 

@@ -81,10 +81,16 @@ class WeightSource:
         notes = () if self._quantized is None else self._quantized.notes()
         return StoredModel(self._schemes, self._kv_scales, notes)
 
+    def _is_empty_bias(self, name: str) -> bool:
+        """Whether a tensor is the bias of zeros that AutoGPTQ gave to linears without one."""
+        module, _, local = name.rpartition(".")
+        return local == "bias" and module in self._schemes and not self._reader.get(name).any()
+
     def refuse_leftovers(self, tied_head: bool) -> None:
         """Every tensor of the file must have found its place."""
         if tied_head:
             self._unused.discard("lm_head.weight")
+        self._unused = {name for name in self._unused if not self._is_empty_bias(name)}
         if self._unused:
             names = sorted(self._unused)
             raise CheckpointError(
