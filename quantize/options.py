@@ -147,7 +147,7 @@ class QuantizeOptions:
             ignore=self.ignore,
             skip_first=self.skip_first,
             skip_last=self.skip_last,
-            head=None if self.lm_head is None else IntegerWeights(self.lm_head),
+            head=None if self.lm_head is None else IntegerWeights(self.lm_head, self._usual_grid),
         )
 
     def _default_scheme(self) -> SchemeAsked:
@@ -157,13 +157,17 @@ class QuantizeOptions:
         if family == "fp8":
             usual: Strategy = "block" if "fp8" in self.formats else "channel"
             return fp8_scheme(self.granularity or usual, weight_only=self.weight_only)
-        # Engines take symmetric GPTQ files alone.
-        symmetric = True if self.symmetric is None and "gptq" in self.formats else self.symmetric
         return IntegerWeights(
             4 if self.bits is None else self.bits,
-            symmetric,
+            self._usual_grid if self.symmetric is None else self.symmetric,
             "auto" if self.group_size is None else self.group_size,
         )
+
+    @property
+    def _usual_grid(self) -> bool | None:
+        """Whether a grid is symmetric that nothing is said of; ``None`` leaves it to the bits."""
+        # Engines take symmetric GPTQ files alone.
+        return True if "gptq" in self.formats else None
 
     @property
     def needs_calibration(self) -> bool:
