@@ -136,7 +136,10 @@ def _rewrite_header(folder: Path, change: Callable[[str], str]) -> None:
         (lambda text: text.replace('"F16"', '"F13"', 1), "dtype 'F13'"),
         (lambda text: text.replace('"shape":[', '"shape":[-1,-', 1), "damaged safetensors header"),
         (lambda text: text.replace('"shape":[', f'"shape":[{2**60},', 1), "damaged safetensors"),
-        (lambda text: text.replace('"data_offsets":[', '"data_offsets":[-', 1), "damaged|promises|cannot read"),
+        (
+            lambda text: text.replace('"data_offsets":[', '"data_offsets":[-', 1),
+            "damaged|promises|cannot read",
+        ),
         (lambda text: text[:-9], "damaged safetensors header"),
     ],
 )
