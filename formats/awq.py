@@ -102,7 +102,7 @@ def obstacle(scheme: WeightScheme, shape: Shape) -> str | None:
     return None
 
 
-def warnings(schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
+def warnings(weights: Iterable[tuple[WeightScheme, Shape]]) -> tuple[str, ...]:
     """Engines that read the format read all of these."""
     return ()
 

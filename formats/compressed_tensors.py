@@ -114,9 +114,9 @@ def obstacle(scheme: WeightScheme, shape: Shape) -> str | None:
     return None
 
 
-def warnings(schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
+def warnings(weights: Iterable[tuple[WeightScheme, Shape]]) -> tuple[str, ...]:
     """What engines make of weights in these schemes, where it is a surprise."""
-    if any(scheme.bits == 8 and not scheme.symmetric for scheme in schemes):
+    if any(scheme.bits == 8 and not scheme.symmetric for scheme, _ in weights):
         return ("8-bit weights with zero points: vLLM has no fast kernel for them",)
     return ()
 

@@ -232,8 +232,8 @@ class _Conversion:
 
     def notes(self) -> tuple[str, ...]:
         """What was noticed on both sides."""
-        schemes = [plan.scheme for plan in self._plans.values()]
-        return (*self._linears.notes(), *self._changes(), *self._writer.warnings(schemes))
+        weights = [(plan.scheme, plan.shape) for plan in self._plans.values()]
+        return (*self._linears.notes(), *self._changes(), *self._writer.warnings(weights))
 
     def _changes(self) -> Iterator[str]:
         """What is not weights and will be otherwise."""

@@ -96,9 +96,20 @@ def obstacle(scheme: WeightScheme, shape: Shape) -> str | None:
     return None
 
 
-def warnings(schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
-    """Engines that read the format read all of these."""
-    return ()
+def warnings(weights: Iterable[tuple[WeightScheme, Shape]]) -> tuple[str, ...]:
+    """Who does not load matrices of these shapes: seen in transformers 5.24.0."""
+    ragged = {
+        shape for _, shape in weights if any(s > BLOCK_SIZE and s % BLOCK_SIZE for s in shape)
+    }
+    if not ragged:
+        return ()
+    listed = ", ".join(f"{rows} x {columns}" for rows, columns in sorted(ragged))
+    return (
+        f"matrices of {listed} are no whole number of {BLOCK_SIZE} x {BLOCK_SIZE} blocks: "
+        "transformers without a GPU refuses them or, where the blocks divide a side evenly, reads "
+        "them wrong, and engines may not split them over devices; FP8 by channel in "
+        "compressed-tensors has no such limit",
+    )
 
 
 def pack(tensor: QuantizedTensor) -> dict[str, Tensor]:

@@ -183,13 +183,13 @@ def obstacle(scheme: WeightScheme, shape: Shape) -> str | None:
     return None
 
 
-def warnings(schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
+def warnings(weights: Iterable[tuple[WeightScheme, Shape]]) -> tuple[str, ...]:
     """Who does not load weights in these schemes."""
-    if all(scheme.symmetric for scheme in schemes):
+    if all(scheme.symmetric for scheme, _ in weights):
         return ()
     return (
         "asymmetric GPTQ is written as version 2 (gptq_v2): GPTQModel and transformers load it, "
-        "vLLM and SGLang do not, which take symmetric GPTQ alone; use awq or compressed-tensors "
+        "vLLM and SGLang's fast kernels take symmetric GPTQ alone; use awq or compressed-tensors "
         "for them",
     )
 

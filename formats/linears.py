@@ -132,8 +132,8 @@ class WritableFormat(ReadableFormat, Protocol):
         """Why no weight of a scheme and shape can be stored without loss; ``None`` if it can."""
         ...
 
-    def warnings(self, schemes: Iterable[WeightScheme]) -> tuple[str, ...]:
-        """What a user should know of weights in these schemes, one sentence each."""
+    def warnings(self, weights: Iterable[tuple[WeightScheme, Shape]]) -> tuple[str, ...]:
+        """What a user should know of weights of these schemes and shapes, one sentence each."""
         ...
 
     def pack(self, tensor: QuantizedTensor) -> dict[str, Tensor]:

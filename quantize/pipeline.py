@@ -30,12 +30,12 @@ from qtool.quantize.card import command_line, public_name
 from qtool.quantize.fingerprint import run_fingerprint
 from qtool.quantize.job import Job
 from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.output_formats import format_warnings, other_folders
 from qtool.quantize.phases import PhaseClock
 from qtool.quantize.prepare import (
     Listener,
     Progress,
     Texts,
-    format_warnings,
     gather_texts,
     plan_job,
     result_bytes,
@@ -106,7 +106,7 @@ def quantize_model(
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
-        for warning in format_warnings(job, options):
+        for warning in format_warnings(job, options.formats):
             progress(Progress("format", 1, 1, warning))
         with clock.phase("calibration"):
             evaluate = evaluator is not None
@@ -129,12 +129,6 @@ def quantize_model(
                 progress(Progress("format", 1, 1, f"{folder}: the same weights as {name}"))
             work.discard()
     return report
-
-
-def other_folders(out: Path, formats: Sequence[str]) -> dict[str, Path]:
-    """Where a result lies in the formats after the first: beside ``out``, with their names."""
-    real = out.resolve()
-    return {name: real.with_name(f"{real.name}-{name}") for name in formats[1:]}
 
 
 def _told(progress: Listener, name: str) -> Callable[[str, int, int, str], None]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from qtool.calibration.data import (
@@ -18,13 +17,12 @@ from qtool.calibration.data import (
 )
 from qtool.calibration.families import find_family
 from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
-from qtool.errors import QuantizationError, UsageError
+from qtool.errors import UsageError
 from qtool.formats.checkpoint import CheckpointReader
-from qtool.formats.losses import LinearPlan, describe, losses, scale_loss
-from qtool.formats.registry import writer_of
 from qtool.quantize.job import Job
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.plan import check_not_quantized, plan_schemes, weight_name
+from qtool.quantize.output_formats import with_format
+from qtool.quantize.plan import check_not_quantized, plan_schemes
 
 # Tokens of an evaluation window, where the model can take so many.
 EVAL_SEQ_LEN = 512
@@ -83,34 +81,7 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
     schemes = plan_schemes(reader, reader.config, family, options.schemes)
     dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
     job = Job(reader, family, schemes, dtype, options.torch_device, ids=None)
-    for name in options.formats:
-        _refuse_losses(replace(job, format=writer_of(name)))
-    return replace(job, format=writer_of(options.formats[0]))
-
-
-def format_warnings(job: Job, options: QuantizeOptions) -> tuple[str, ...]:
-    """What a user should know of the schemes in the formats that are asked for."""
-    schemes = list(job.schemes.values())
-    return tuple(text for name in options.formats for text in writer_of(name).warnings(schemes))
-
-
-def _refuse_losses(job: Job) -> None:
-    """Raise QuantizationError unless the job's format holds every scheme, and scales in its dtype.
-
-    That scales are within the format's range is seen when they are there.
-    """
-    config = job.reader.config
-    # A number of which every dtype holds as many bits as it has.
-    loss = scale_loss(job.format, torch.tensor([1 / 3], dtype=job.dtype))
-    plans = {}
-    for name, scheme in job.schemes.items():
-        rows, columns = job.reader.shape(weight_name(name, config, job.family))
-        plans[name] = LinearPlan(scheme, (rows, columns), loss)
-    if found := losses(job.format, plans):
-        raise QuantizationError(
-            f"format={job.format.NAME!r} cannot hold what is asked: {describe(found)}; ask for "
-            "another scheme or --dtype, or for another format"
-        )
+    return with_format(job, options.formats)
 
 
 def gather_texts(

@@ -21,7 +21,7 @@ def test_the_result_is_one_line_and_warnings_are_notes(tmp_path: Path) -> None:
     done = _convert("awq-gemm-asym", tmp_path / "out", "--format", "gptq")
     assert done.exit_code == 0, done.output
     assert "14 linears from awq to gptq, all dequantize to the same bits" in done.stdout
-    assert "note:" in done.stderr and "vLLM and SGLang do not" in done.stderr
+    assert "note:" in done.stderr and "vLLM and SGLang's fast kernels take symmetric" in done.stderr
     assert all(f"{phase}: 14 to do" in done.stderr for phase in ("check", "write", "verify"))
     with CheckpointReader(tmp_path / "out") as reader:
         assert reader.config["quantization_config"]["quant_method"] == "gptq"

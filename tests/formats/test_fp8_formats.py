@@ -170,3 +170,10 @@ def test_blocks_with_inputs_in_groups_are_all_that_is_written(scheme: WeightSche
     assert fp8.obstacle(fp8_scheme("block"), (64, 64)) is None
     found = fp8.obstacle(scheme, (64, 64))
     assert found is not None and scheme.describe() in found
+
+
+def test_matrices_that_are_no_whole_blocks_come_with_a_warning() -> None:
+    scheme = fp8_scheme("block")
+    assert fp8.warnings([(scheme, (64, 128)), (scheme, (256, 384)), (scheme, (100, 30))]) == ()
+    (warning,) = fp8.warnings([(scheme, (192, 576)), (scheme, (192, 576)), (scheme, (128, 130))])
+    assert "matrices of 128 x 130, 192 x 576 are no whole number" in warning

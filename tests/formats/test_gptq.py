@@ -252,6 +252,6 @@ def test_what_the_format_does_not_hold_is_said(
 
 
 def test_asymmetric_files_come_with_a_warning_of_who_cannot_load_them() -> None:
-    (warning,) = gptq.warnings([weight_scheme(4, False, 8)])
-    assert "vLLM and SGLang do not" in warning
-    assert gptq.warnings([weight_scheme(4, True, 8)]) == ()
+    (warning,) = gptq.warnings([(weight_scheme(4, False, 8), (8, 8))])
+    assert "vLLM and SGLang's fast kernels take symmetric" in warning
+    assert gptq.warnings([(weight_scheme(4, True, 8), (8, 8))]) == ()
