@@ -52,8 +52,7 @@ class QuantizedTensor:
                 f"input_scale of shape {found} with {self.scheme.describe()}: a static scheme has "
                 "one of shape (1,), others none"
             )
-        features = torch.arange(self.shape[1])
-        if self.order is not None and not torch.equal(self.order.cpu().sort().values, features):
+        if self.order is not None and not _is_permutation(self.order, self.shape[1]):
             raise ValueError(f"order is no permutation of {self.shape[1]} input features")
 
     @property
@@ -82,6 +81,10 @@ class QuantizedTensor:
             input_scale=None if self.input_scale is None else self.input_scale.to(device),
             order=None if self.order is None else self.order.to(device),
         )
+
+
+def _is_permutation(order: Tensor, length: int) -> bool:
+    return torch.equal(order.cpu().sort().values, torch.arange(length))
 
 
 def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from qtool.errors import CheckpointError
@@ -164,3 +166,30 @@ def test_a_recorded_shape_that_is_not_the_tensors_takes_no_memory() -> None:
         lie = packed | {"weight_shape": torch.tensor(shape)}
         with pytest.raises(CheckpointError, match=MODULE):
             _read(lie, block)
+
+
+@given(
+    bits=st.sampled_from([4, 8]),
+    symmetric=st.booleans(),
+    rows=st.integers(1, 19),
+    groups=st.integers(1, 3),
+    group=st.sampled_from([1, 3, 8, 16]),
+    seed=st.integers(0, 1000),
+)
+def test_reading_and_writing_gives_the_same_bytes(
+    bits: int, symmetric: bool, rows: int, groups: int, group: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scheme = weight_scheme(bits, symmetric, group)
+    top, grid = 2**bits - 1, (rows, groups)
+    codes = torch.randint(0, 2**bits, (rows, group * groups), generator=generator)
+    zeros = torch.randint(0, 2**bits, grid, generator=generator)
+    zeros[0, 0], zeros[-1, -1] = 0, top
+    if symmetric:
+        zeros.fill_(2 ** (bits - 1))
+    scales = torch.rand(grid, generator=generator).bfloat16()
+    tensor = QuantizedTensor(codes.to(torch.uint8), scales, zeros.to(torch.uint8), scheme)
+    packed = ct.pack(tensor)
+    again = ct.pack(_read(packed, ct.quantization_config({MODULE: scheme}, [])))
+    assert packed.keys() == again.keys()
+    assert all(torch.equal(packed[name], again[name]) for name in packed)

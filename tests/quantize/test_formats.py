@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from qtool.errors import CheckpointError, QuantizationError, UsageError
 from qtool.formats.dequantized import DequantizedReader
 from qtool.quantize.card import command_line
+from qtool.quantize.estimate import estimate_run
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import Progress, quantize_model
 from qtool.runtime.loaded_model import load_model
@@ -156,6 +157,23 @@ def test_a_folder_in_the_way_of_any_format_stops_the_run(source: Path, tmp_path:
     with pytest.raises(CheckpointError, match="q-awq exists"):
         quantize_model(source, tmp_path / "q", options)
     assert [path.name for path in tmp_path.iterdir()] == ["q-awq"]
+
+
+def test_a_forecast_says_what_a_run_would(source: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    options = _options(formats=("compressed-tensors", "gptq"), symmetric=False)
+    estimate = estimate_run(
+        source,
+        tmp_path / "q",
+        options,
+        lambda progress: notes.append(progress.detail) if progress.phase == "format" else None,
+    )
+    one = estimate_run(source, tmp_path / "q", _options(symmetric=False))
+    assert estimate.result_bytes == 2 * one.result_bytes
+    assert any("gptq_v2" in note for note in notes)
+    (tmp_path / "q-gptq").mkdir()
+    with pytest.raises(CheckpointError, match="q-gptq exists"):
+        estimate_run(source, tmp_path / "q", options)
 
 
 def test_the_command_line_names_each_format() -> None:

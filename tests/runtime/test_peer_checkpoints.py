@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.dequantized import DequantizedReader
 from qtool.formats.registry import stored_linears
 from qtool.formats.safetensors_file import tensor_digest
 from qtool.formats.tensor import QuantizedTensor
-from qtool.runtime.kernels.backend import LinearOp, ReorderedInput
+from qtool.runtime.kernels.backend import LinearOp, ReorderedInput, SideBySide
 from qtool.runtime.kernels.reference import ReferenceBackend
 from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.loader import load_decoder
@@ -79,6 +82,22 @@ def test_act_order_is_said_in_the_load_plan() -> None:
     operations = [op for name, op in loaded.decoder.linears.items() if name != "lm_head"]
     assert all(isinstance(op, ReorderedInput) for op in operations)
     assert {op.kernel for op in operations} == {"torch linear, row tiles, inputs reordered"}
+
+
+def test_linears_of_one_input_with_other_orders_run_side_by_side(tmp_path: Path) -> None:
+    source = FIXTURES / "gptq-v1-sym-descact"
+    tensors = load_file(source / "model.safetensors")
+    gate, up = (f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up"))
+    tensors[f"{up}.g_idx"] = tensors[f"{up}.g_idx"].flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    loaded = load_model(tmp_path, ModelOptions(device="cpu", dtype="fp32", backend="reference"))
+    operation = loaded.decoder.linears[f"{gate}, {up}"]
+    assert isinstance(operation, SideBySide)
+    with DequantizedReader(tmp_path) as reader:
+        weight = torch.cat([reader.get(f"{name}.weight") for name in (gate, up)])
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(operation(x), x @ weight.T)
 
 
 def test_scales_of_the_cache_reach_whoever_loads_the_model() -> None:
