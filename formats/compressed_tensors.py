@@ -69,15 +69,10 @@ ONE_SCHEME = False
 SCALE_DTYPE: torch.dtype | None = None
 HOLDS_KV_SCALES = True
 SIDE_FILE: str | None = None
-TENSOR_NAMES = (
-    "weight_packed",
-    "weight",
-    "weight_scale",
-    "weight_zero_point",
-    "weight_shape",
-    "weight_g_idx",
-    "input_scale",
-)
+# Of packed codes alone, of codes that are not packed, and of both.
+PACKED_NAMES = ("weight_packed", "weight_shape", "weight_g_idx")
+PLAIN_NAMES = ("weight", "input_scale")
+TENSOR_NAMES = (*PACKED_NAMES, *PLAIN_NAMES, "weight_scale", "weight_zero_point")
 
 
 class CompressedLinears(StoredLinears):
@@ -92,6 +87,12 @@ class CompressedLinears(StoredLinears):
 
     def is_quantized(self, module: str) -> bool:
         return self._config.group_for(module) is not None
+
+    def parts(self, module: str) -> dict[str, str]:
+        """Those of the module's layout; others are no tensors of a linear."""
+        group = self._config.group_for(module)
+        others = PLAIN_NAMES if group is None or group.layout == PACKED else PACKED_NAMES
+        return {k: full for k, full in super().parts(module).items() if k not in others}
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         group = self._config.group_for(module)
@@ -154,6 +155,7 @@ def unpack(
     Raises:
         CheckpointError: a tensor is missing, or has a shape or dtype the scheme does not allow.
     """
+    _check_zero_points(tensors, scheme)
     if (layout or layout_of(scheme)) != PACKED:
         return plain_codes(tensors, scheme)
     zeros = [] if scheme.symmetric else ["weight_zero_point"]
@@ -173,6 +175,16 @@ def unpack(
         return _ordered(codes, _zeros(tensors, scheme, (shape[0], shape[1])), tensors, scheme)
     except ValueError as error:
         raise CheckpointError(f"weight of shape {shape}: {error}") from None
+
+
+def _check_zero_points(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> None:
+    """Raise CheckpointError where a symmetric scheme has zero points; old writers add zeros."""
+    found = tensors.get("weight_zero_point")
+    if scheme.symmetric and found is not None and bool(found.float().any()):
+        raise CheckpointError(
+            f"weight_zero_point is not zero, and {scheme.describe()} has no zero points; correct "
+            "symmetric in config.json"
+        )
 
 
 def _ordered(

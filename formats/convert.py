@@ -1,7 +1,7 @@
 """A quantized checkpoint in another format, with the same weights to the bit, or not at all.
 
-Three passes over the weights, none of which holds the model in memory: what would be lost, then
-the new folder, then the folder read back. Both times weights are dequantized to float32 and
+Three passes over the weights, which hold one linear in memory, the second a shard: what would be
+lost, then the new folder, then the folder read back. Weights of both are dequantized to float32 and
 compared by digest. The folder appears when all of this is done.
 """
 

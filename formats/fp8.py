@@ -46,6 +46,12 @@ class Fp8Linears(StoredLinears):
         return super().is_quantized(module) or is_float8(f"{module}.weight", self._entries)
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        for ours, theirs in (
+            ("weight_scale_inv", "weight_scale"),
+            ("activation_scale", "input_scale"),
+        ):
+            if ours in tensors and theirs in tensors:
+                raise CheckpointError(f"{ours} and {theirs}: one of them is enough; drop the other")
         scale = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"
         inputs = "activation_scale" if "activation_scale" in tensors else "input_scale"
         return plain_codes(tensors, self._scheme, scale=scale, input_scale=inputs)

@@ -159,6 +159,24 @@ def test_groups_name_modules_by_class_name_or_pattern_and_the_nearest_wins() -> 
     }
 
 
+def test_zero_points_of_a_symmetric_scheme_are_zero() -> None:
+    tensor = _make(weight_scheme(4, True, 16))
+    block = ct.quantization_config({MODULE: tensor.scheme}, [])
+    zeros = torch.zeros(24, 4, dtype=torch.int8)
+    packed = ct.pack(tensor)
+    found = _read(packed | {"weight_zero_point": zeros}, block)
+    assert torch.equal(found.dequantize(), tensor.dequantize())
+    with pytest.raises(CheckpointError, match="weight_zero_point is not zero, and W4 sym g16"):
+        _read(packed | {"weight_zero_point": zeros + 1}, block)
+
+
+def test_tensors_of_another_layout_are_no_part_of_a_linear() -> None:
+    packed = ct.pack(_make(weight_scheme(4, True, 16)))
+    block = ct.quantization_config({MODULE: weight_scheme(4, True, 16)}, [])
+    linears = _open(packed | {"weight": torch.zeros(24, 64)}, block)
+    assert set(linears.parts(MODULE)) == set(packed)
+
+
 def test_a_recorded_shape_that_is_not_the_tensors_takes_no_memory() -> None:
     packed = ct.pack(_make(weight_scheme(4, True, 16)))
     block = ct.quantization_config({MODULE: weight_scheme(4, True, 16)}, [])

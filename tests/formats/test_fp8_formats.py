@@ -121,6 +121,12 @@ def test_damaged_tensors_are_refused_by_name(name: str, change: Any, message: st
         _read(fp8, packed | {name: change(packed[name])}, BLOCKS)
 
 
+def test_two_scales_under_two_names_are_refused() -> None:
+    packed = _block_tensors()
+    with pytest.raises(CheckpointError, match="weight_scale_inv and weight_scale: one of them"):
+        _read(fp8, packed | {"weight_scale": packed["weight_scale_inv"]}, BLOCKS)
+
+
 @pytest.mark.parametrize("shape", [(ROWS, 1), (ROWS,)])
 def test_fbgemm_has_a_scale_a_row_and_bounds_the_scales_of_inputs(shape: tuple[int, ...]) -> None:
     scales = (torch.rand(ROWS, generator=torch.Generator().manual_seed(2)) + 0.5).view(shape)
