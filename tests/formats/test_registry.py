@@ -15,6 +15,7 @@ from qtool.errors import CheckpointError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.dequantized import DequantizedReader
 from qtool.formats.registry import READERS, WRITERS, quantization_block, stored_linears, writer_of
+from qtool.formats.scheme import fp8_scheme, weight_scheme
 from support.foreign import awq_tensors, gptq_tensors, random_grid
 from support.peers import FIXTURES
 
@@ -123,3 +124,32 @@ def test_linears_of_a_checkpoint_are_listed_without_reading_it() -> None:
             local: f"{names[0]}.{local}" for local in ("qweight", "qzeros", "scales", "g_idx")
         }
         assert not linears.is_quantized("lm_head") and not linears.notes()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [64, None])
+@pytest.mark.parametrize("format", ["awq", "gptq"])
+def test_transformers_understands_our_configs(
+    format: str, group_size: int | None, symmetric: bool
+) -> None:
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    schemes = {"model.layers.0.mlp.up_proj": weight_scheme(4, symmetric, group_size)}
+    block = WRITERS[format].quantization_config(schemes, ["lm_head"])
+    parsed = AutoQuantizationConfig.from_dict(block)
+    assert (parsed.quant_method, parsed.bits) == (format, 4)
+    assert parsed.group_size == (group_size or -1)
+    if format == "gptq":
+        assert (parsed.sym, parsed.format) == (symmetric, "gptq" if symmetric else "gptq_v2")
+    else:
+        assert (parsed.zero_point, parsed.format) == (True, "gemm")
+
+
+def test_transformers_understands_our_config_of_fp8_blocks() -> None:
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    schemes = {"model.layers.0.mlp.up_proj": fp8_scheme("block")}
+    block = WRITERS["fp8"].quantization_config(schemes, ["lm_head"])
+    parsed = AutoQuantizationConfig.from_dict(block)
+    assert list(parsed.weight_block_size) == [128, 128]
+    assert (parsed.activation_scheme, parsed.modules_to_not_convert) == ("dynamic", ["lm_head"])
