@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from qtool import __version__
 from qtool.commands.cli_options import (
+    FORMAT_NAMES,
     METHOD_NAMES,
     ErrorsAsMessages,
     bench_options,
@@ -49,6 +50,15 @@ def main() -> None:
     help="+clip and +gptq are further steps; docs/quantization.md tells them apart.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option(
+    "--format",
+    "formats",
+    type=click.Choice(FORMAT_NAMES),
+    multiple=True,
+    default=["compressed-tensors"],
+    show_default=True,
+    help="How weights lie on disk; may be repeated, then others lie beside --out as OUT-FORMAT.",
+)
 @scheme_options
 @click.option(
     "--ignore",
@@ -84,7 +94,7 @@ def main() -> None:
 def quantize(
     model: str, out: Path, dry_run: bool, as_json: bool, quiet: bool, **values: Any
 ) -> None:
-    """Quantize MODEL into a compressed-tensors checkpoint."""
+    """Quantize MODEL into a checkpoint that other engines load."""
     from qtool.commands import dry_run as forecast
     from qtool.commands import quantize as command
     from qtool.commands.console import Show
@@ -98,6 +108,27 @@ def quantize(
         )
     run = forecast.run if dry_run else command.run
     run(model, out, chosen, Show(as_json, quiet))
+
+
+@main.command()
+@click.argument("model")
+@click.option(
+    "--format", "target", type=click.Choice(FORMAT_NAMES), required=True, help="To write."
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at the output folder.")
+@output_options
+def convert(
+    model: str, target: str, out: Path, overwrite: bool, as_json: bool, quiet: bool
+) -> None:
+    """Write the quantized MODEL in another format, with the same weights to the bit.
+
+    What would be lost is an error that names it. docs/formats.md says who loads which format.
+    """
+    from qtool.commands import convert as command
+    from qtool.commands.console import Show
+
+    command.run(model, out, target, Show(as_json, quiet), overwrite=overwrite)
 
 
 @main.command("eval")

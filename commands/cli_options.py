@@ -186,6 +186,9 @@ METHOD_NAMES = (
     "fp8+gptq",
 )
 
+# Likewise of formats.registry.
+FORMAT_NAMES = ("compressed-tensors", "awq", "gptq", "fp8")
+
 scheme_options = options(
     click.option("--bits", type=parse_bits, metavar="4|8", help="Of weights alone; default 4."),
     click.option(

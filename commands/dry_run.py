@@ -38,7 +38,10 @@ def run(
     with show.steps() as steps:
 
         def update(progress: Progress) -> None:
-            steps.update(progress.phase, progress.done, progress.total, progress.detail)
+            if progress.phase == "format":
+                show.note(progress.detail)
+            else:
+                steps.update(progress.phase, progress.done, progress.total, progress.detail)
 
         def sample(request: SampleRequest) -> Tensor:
             return sample_blocks(request, options.device)

@@ -15,7 +15,7 @@ from qtool.commands import console
 from qtool.errors import CheckpointError
 from qtool.formats.inventory import KINDS, Inventory, Module, take_inventory
 from qtool.formats.reader import read_json
-from qtool.formats.validation.facts import quantization_block
+from qtool.formats.registry import quantization_source
 from qtool.formats.validation.validate import layer_pattern
 from qtool.quantize.report import REPORT_PATH
 
@@ -128,7 +128,7 @@ def _bits(num_bytes: int, parameters: int) -> float | None:
 
 def _beside(folder: Path, inventory: Inventory) -> dict[str, Any]:
     """What the config and the files in the folder ``qtool`` say."""
-    block, _ = quantization_block(folder, inventory.config)
+    block, _ = quantization_source(folder, inventory.config)
     report = _optional(folder / REPORT_PATH)
     evaluation = report.get("evaluation") or {}
     return {

@@ -23,7 +23,7 @@ from qtool.quantize.report import FLOAT16_SAFE, Report, summary_rows
 from qtool.quantize.work import work_path
 
 # Phases that are news rather than progress.
-_NEWS = ("resume", "publish")
+_NEWS = ("resume", "publish", "format")
 
 
 def run(

@@ -14,8 +14,8 @@ from qtool.formats.scheme import BLOCK_SIZE, FLOAT8_MAX, ActivationScheme
 
 
 def scale_of(peak: Tensor, scheme: ActivationScheme) -> Tensor:
-    """Float32 scales for the largest magnitudes ``peak``, of any shape."""
-    peak = peak.float()
+    """Float32 scales for the largest magnitudes ``peak``, of any shape, as far as the bound."""
+    peak = peak.float() if scheme.bound is None else peak.float().clamp(max=scheme.bound)
     return torch.where(peak > 0, peak / scheme.steps, torch.ones_like(peak))
 
 

@@ -6,34 +6,31 @@ from pathlib import Path
 
 from torch import Tensor
 
-from qtool.formats import compressed_tensors
+from qtool.errors import CheckpointError
 from qtool.formats.reader import CheckpointReader
+from qtool.formats.registry import stored_linears
 
 
 class DequantizedReader(CheckpointReader):
-    """Gives the weights of quantized linears in float32, under their plain names."""
+    """Gives the weights of quantized linears in float32, under their plain names.
+
+    Raises:
+        CheckpointError: the checkpoint is not quantized, or in a way that cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._schemes = compressed_tensors.parse_config(self.config["quantization_config"])
+        linears = stored_linears(self)
+        if linears is None:
+            raise CheckpointError(f"{folder} is not quantized; read it as it is")
+        self.linears = linears
+        self._quantized = {f"{module}.weight": module for module in linears.modules()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.entries or self._is_quantized(name)
+        return name in self.entries or name in self._quantized
 
     def get(self, name: str) -> Tensor:
         """The tensor, dequantized if it is the weight of a quantized linear."""
-        if not self._is_quantized(name):
+        if name not in self._quantized:
             return super().get(name)
-        module = name.removesuffix(".weight")
-        scheme = self._schemes.scheme_for(module)
-        assert scheme is not None
-        tensors = {
-            part: super(DequantizedReader, self).get(f"{module}.{part}")
-            for part in compressed_tensors.TENSOR_NAMES
-            if f"{module}.{part}" in self.entries
-        }
-        return compressed_tensors.unpack(tensors, scheme).dequantize()
-
-    def _is_quantized(self, name: str) -> bool:
-        # A scheme of the class Linear means norms as well, by name; only linears have scales.
-        return name.endswith(".weight") and f"{name}_scale" in self.entries
+        return self.linears.read(self._quantized[name], super().get).dequantize()

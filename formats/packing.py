@@ -58,7 +58,8 @@ def unpack_rows(words: Tensor, bits: int, columns: int) -> Tensor:
         raise ValueError(
             f"{words.shape[1]} words a row: {columns} codes of {bits} bits take {expected}"
         )
-    codes = words.contiguous().view(torch.uint8)
+    # Flat first: a single column counts as contiguous whatever its stride, and a view does not.
+    codes = words.reshape(-1).view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
     width = 8
     while width > bits:
         width //= 2

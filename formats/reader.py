@@ -95,7 +95,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_without_duplicates)
         header.pop("__metadata__", None)
         entries = {name: _entry(path.name, value) for name, value in header.items()}
         end = max((value["data_offsets"][1] for value in header.values()), default=0)
@@ -109,13 +109,23 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError if a name stands there twice, of which json would drop one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice} is there twice")
+    return found
+
+
 def _entry(shard: str, value: dict[str, Any]) -> TensorEntry:
     dtype = DTYPES.get(value["dtype"])
     if dtype is None:
         raise ValueError(f"dtype {value['dtype']!r}; known are {', '.join(DTYPES)}")
     begin, end = value["data_offsets"]
     entry = TensorEntry(shard, dtype, tuple(int(size) for size in value["shape"]))
-    if end - begin != entry.num_bytes:
+    if end - begin != entry.num_bytes or min(begin, *entry.shape, 0) < 0:
         raise ValueError(f"{end - begin} bytes for {entry.shape} of {value['dtype']}")
     return entry
 

@@ -10,7 +10,6 @@ from qtool.errors import UsageError
 Strategy = Literal["tensor", "channel", "group", "block"]
 CodeType = Literal["int", "float"]
 
-# 8-bit integers are symmetric only: the fast kernels of the field take zero points at 4 bits alone.
 PORTABLE_BITS = (4, 8)
 
 # Largest finite value of float8_e4m3fn, which has no infinity: a cast from beyond gives NaN.
@@ -27,7 +26,8 @@ class ActivationScheme:
 
     ``type`` is that of the codes, ``int`` or ``float`` (e4m3). ``strategy`` says what shares a
     scale: every ``token``'s features, or runs of :data:`BLOCK_SIZE` of them (``group``), both
-    measured as they come; or everything (``tensor``), fixed by calibration.
+    measured as they come; or everything (``tensor``), fixed by calibration. ``bound`` is the
+    largest magnitude that measured scales reach, as FBGEMM has it; larger values saturate.
 
     Raises:
         UsageError: a combination no checkpoint format holds.
@@ -35,8 +35,11 @@ class ActivationScheme:
 
     type: CodeType = "int"
     strategy: Literal["token", "tensor", "group"] = "token"
+    bound: float | None = None
 
     def __post_init__(self) -> None:
+        if self.bound is not None and not (self.bound > 0 and self.dynamic):
+            raise UsageError(f"bound={self.bound}: a positive number, for scales measured anew")
         if self.type not in ("int", "float"):
             raise UsageError(f"activation type={self.type!r}: use int or float")
         if self.strategy not in ("token", "tensor", "group"):
@@ -82,11 +85,6 @@ class WeightScheme:
     def __post_init__(self) -> None:
         if self.bits not in PORTABLE_BITS:
             raise UsageError(f"bits={self.bits}: portable widths are 4 and 8; choose one of them")
-        if self.bits == 8 and not self.symmetric:
-            raise UsageError(
-                "bits=8 with an asymmetric grid: 8-bit weights are symmetric in the formats other "
-                "engines load; ask for the symmetric grid"
-            )
         if self.strategy not in ("tensor", "channel", "group", "block"):
             raise UsageError(f"strategy={self.strategy!r}: use tensor, channel, group or block")
         if self.strategy == "group" and (self.group_size is None or self.group_size < 1):

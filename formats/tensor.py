@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ class QuantizedTensor:
         zeros: uint8, shaped like ``scales``; constant for a symmetric scheme.
         scheme: type, bits, symmetry, what shares a scale, and what the input is rounded to.
         input_scale: [1], of a static activation scheme only.
+        order: int64 [in_features], or ``None``: column k of ``codes`` belongs to input feature
+            ``order[k]``. GPTQ's act-order makes groups of features that do not lie side by side.
+            Back ends are never given one: see :meth:`in_code_order`.
     """
 
     codes: Tensor
@@ -28,6 +31,7 @@ class QuantizedTensor:
     zeros: Tensor
     scheme: WeightScheme
     input_scale: Tensor | None = None
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         grid = self.scheme.grid_shape(self.shape)
@@ -48,6 +52,8 @@ class QuantizedTensor:
                 f"input_scale of shape {found} with {self.scheme.describe()}: a static scheme has "
                 "one of shape (1,), others none"
             )
+        if self.order is not None and not _is_permutation(self.order, self.shape[1]):
+            raise ValueError(f"order is no permutation of {self.shape[1]} input features")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,14 +62,29 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out_features, in_features], computed in float32, then cast."""
-        return affine.dequantize(self.codes, self.scales, self.zeros, self.scheme).to(dtype)
+        weight = affine.dequantize(self.codes, self.scales, self.zeros, self.scheme)
+        if self.order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.order, weight)
+        return weight.to(dtype)
+
+    def in_code_order(self) -> QuantizedTensor:
+        """The weight whose input features are already in the order of the codes."""
+        return replace(self, order=None)
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same tensor on another device."""
-        scale = None if self.input_scale is None else self.input_scale.to(device)
-        return QuantizedTensor(
-            self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.scheme, scale
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            zeros=self.zeros.to(device),
+            input_scale=None if self.input_scale is None else self.input_scale.to(device),
+            order=None if self.order is None else self.order.to(device),
         )
+
+
+def _is_permutation(order: Tensor, length: int) -> bool:
+    return torch.equal(order.cpu().sort().values, torch.arange(length))
 
 
 def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Tensor:
@@ -82,14 +103,20 @@ def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightS
 def can_stack(parts: list[QuantizedTensor]) -> bool:
     """Whether weights of one scheme are also one weight of it, stacked along out_features.
 
-    Not if a scale spans rows of several weights, or their inputs have different scales.
+    Not if a scale spans rows of several weights, or their inputs have different scales or orders.
     """
     scheme = parts[0].scheme
     rows = scheme.block_shape(parts[0].shape)[0]
     if scheme.strategy == "tensor" or any(part.shape[0] % rows for part in parts[:-1]):
         return False
-    scales = [part.input_scale for part in parts if part.input_scale is not None]
-    return all(torch.equal(scale, scales[0]) for scale in scales)
+    return all(
+        _same(part.input_scale, parts[0].input_scale) and _same(part.order, parts[0].order)
+        for part in parts
+    )
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 def concatenate_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
@@ -107,4 +134,5 @@ def concatenate_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
         torch.cat([part.zeros for part in parts]),
         first.scheme,
         first.input_scale,
+        first.order,
     )

@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from qtool.calibration.weights import to_stored
+from qtool.errors import QuantizationError
 from qtool.formats.checkpoint import TensorSource
-from qtool.formats.compressed_tensors import pack, quantization_config
+from qtool.formats.losses import scale_loss
+from qtool.formats.registry import DEFAULT_FORMAT
 from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize.head import head_config, quantize_head
 from qtool.quantize.job import Job, QuantizedBlock
@@ -38,7 +40,7 @@ def head_tensors(job: Job) -> tuple[dict[str, Tensor], list[ModuleRecord]]:
         QuantizationError: a weight is not finite.
     """
     head = quantize_head(job)
-    return ({}, []) if head is None else (_packed(HEAD, head[0]), [head[1]])
+    return ({}, []) if head is None else (_packed(job, HEAD, head[0]), [head[1]])
 
 
 def _is_tied(job: Job) -> bool:
@@ -50,8 +52,14 @@ def _outer_names(job: Job) -> list[str]:
     return [name for name in job.reader.names() if not name.startswith(inside)]
 
 
-def _packed(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    return {f"{module}.{part}": packed for part, packed in pack(tensor.to("cpu")).items()}
+def _packed(job: Job, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    if loss := scale_loss(job.format, tensor.scales):
+        raise QuantizationError(
+            f"{module}: {loss}, beyond its range; write {DEFAULT_FORMAT} instead of "
+            f"{job.format.NAME}"
+        )
+    parts = job.format.pack(tensor.to("cpu"))
+    return {f"{module}.{part}": packed for part, packed in parts.items()}
 
 
 def _stored_source(job: Job, name: str) -> TensorSource:
@@ -79,7 +87,7 @@ def block_tensors(job: Job, prefix: str, block: QuantizedBlock) -> dict[str, Ten
             continue
         module, _, local = name.rpartition(".")
         if local == "weight" and module in block.weights:
-            tensors |= _packed(module, block.weights[module])
+            tensors |= _packed(job, module, block.weights[module])
         elif name in block.changed:
             tensors[name] = to_stored(name, block.changed[name], job.dtype)
         else:
@@ -104,5 +112,6 @@ def result_config(job: Job) -> dict[str, Any]:
     config |= head_config(job)
     routers = job.family.router_names(config)
     kept = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
-    config["quantization_config"] = quantization_config(job.schemes, [*kept, *routers])
+    block = job.format.quantization_config(job.schemes, [*kept, *routers])
+    config["quantization_config"] = block
     return config

@@ -19,7 +19,7 @@ CARD_PATH = "README.md"
 _NOT_SHOWN = {"overwrite", "restart", "device", "strict"}
 
 # Options whose flag is spelled otherwise than their field.
-_FLAGS = {"layers": "--layer"}
+_FLAGS = {"layers": "--layer", "formats": "--format"}
 
 # An id on the hub: what the hub's own field for a base model takes.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -67,7 +67,7 @@ def model_card(report: Report) -> str:
     parts = [_header(report), _title(report)]
     if report.evaluation is not None:
         parts.append(_quality(report.evaluation))
-    parts += [_how(report), _warnings(report), _use()]
+    parts += [_how(report), _warnings(report), _use(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -79,8 +79,8 @@ def _header(report: Report) -> str:
     lines += [
         "tags:",
         "- quantized",
-        "- compressed-tensors",
-        f"- {report.method}",
+        # A method may have the name of a format.
+        *(f"- {tag}" for tag in dict.fromkeys((report.format, report.method))),
         "- qtool",
         "---",
     ]
@@ -147,5 +147,9 @@ def _warnings(report: Report) -> str:
     return "## Limits\n\n" + "\n".join(lines) if lines else ""
 
 
-def _use() -> str:
-    return "## Use\n\n    qtool serve FOLDER\n    vllm serve FOLDER"
+def _use(report: Report) -> str:
+    commands = ["qtool serve FOLDER"]
+    # See the warnings of formats/gptq.py.
+    if report.format != "gptq" or report.scheme["symmetric"]:
+        commands.append("vllm serve FOLDER")
+    return "## Use\n\n" + "\n".join(f"    {command}" for command in commands)

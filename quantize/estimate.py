@@ -23,10 +23,12 @@ from qtool.quantize.job import Job
 from qtool.quantize.measure import Scorer, measure_phases
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.output_formats import format_warnings, other_folders
 from qtool.quantize.phases import Phase, PhaseClock, resident_memory
 from qtool.quantize.plan import linear_names, weight_name
 from qtool.quantize.prepare import (
     Listener,
+    Progress,
     gather_texts,
     plan_job,
     result_bytes,
@@ -126,11 +128,14 @@ def estimate_run(
     Raises:
         QtoolError: whatever would stop the run before its first block.
     """
-    check_target(out, source, options.overwrite)
+    for folder in (out, *other_folders(out, options.formats).values()):
+        check_target(folder, source, options.overwrite)
     resident = resident_memory()
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
+        for warning in format_warnings(job, options.formats):
+            progress(Progress("format", 1, 1, warning))
         with clock.phase("calibration"):
             texts = gather_texts(
                 job, options, parts, sampler, progress, evaluate=scorer is not None
@@ -142,7 +147,7 @@ def estimate_run(
             modules=_modules(job, options),
             skipped_pairs=_skipped_pairs(job, options),
             phases=tuple(phases),
-            result_bytes=result_bytes(job),
+            result_bytes=result_bytes(job) * len(options.formats),
             work_bytes=work_bytes(job, texts, options),
             free_bytes=shutil.disk_usage(existing_parent(out)).free,
             tensor_parallel={n: _obstacles(job, n) for n in SIZES},

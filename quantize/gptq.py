@@ -162,9 +162,9 @@ def _cholesky(hessian: Tensor, damping: float) -> Tensor:
     while True:
         damped = hessian.clone()
         damped.diagonal().copy_(filled + mean * damping)
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) == 0:
-            return lower
+        factor: tuple[Tensor, Tensor] = torch.linalg.cholesky_ex(damped)
+        if int(factor[1]) == 0:
+            return factor[0]
         damping *= 10
 
 

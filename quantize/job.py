@@ -18,7 +18,9 @@ from torch import Tensor
 from qtool.calibration.decoder_block import DecoderBlock
 from qtool.calibration.families import ModelFamily
 from qtool.calibration.walk import Walk, walk_blocks
+from qtool.formats import compressed_tensors
 from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.linears import WritableFormat
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize.report import ModuleRecord
@@ -37,6 +39,7 @@ class Job:
         ids: calibration tokens int64 [num_samples, seq_len], or ``None`` for methods without.
         walk: hands out the blocks; ``None`` walks them all, with ``ids`` alone.
         first_block: where the method begins: blocks before it are done already.
+        format: how weights are written.
     """
 
     reader: CheckpointReader
@@ -47,6 +50,7 @@ class Job:
     ids: Tensor | None
     walk: Walk | None = None
     first_block: int = 0
+    format: WritableFormat = compressed_tensors
 
     def blocks(self, *, originals: bool = False) -> Iterator[DecoderBlock]:
         """The blocks to do, with what flows into them, for a method that looks at data.

@@ -8,6 +8,7 @@ import torch
 
 from qtool.calibration.sources import BUILTIN
 from qtool.errors import UsageError
+from qtool.formats.registry import DEFAULT_FORMAT, writer_of
 from qtool.formats.scheme import PORTABLE_BITS, Strategy, fp8_scheme, w8a8_scheme
 from qtool.quantize.methods import METHODS
 from qtool.quantize.schemes import (
@@ -30,11 +31,11 @@ class QuantizeOptions:
         method: name in :data:`qtool.quantize.methods.METHODS`.
         bits, group_size, symmetric: of methods that quantize weights alone; see
             :class:`~qtool.quantize.schemes.IntegerWeights`. ``None`` is 4, ``auto``, and asymmetric
-            at 4 bits. ``auto`` takes the largest of 128, 64 and 32 that divides every row, ``row``
-            is one scale a row.
+            at 4 bits, but symmetric where a format is ``gptq``. ``auto`` takes the largest of 128,
+            64 and 32 that divides every row, ``row`` is one scale a row.
         activations: of SmoothQuant: ``dynamic`` (a scale a token) if ``None``, or ``static``.
-        granularity: of ``fp8``: what shares a scale; ``channel`` if ``None``. See
-            :func:`~qtool.formats.scheme.fp8_scheme`.
+        granularity: of ``fp8``: what shares a scale; ``channel`` if ``None``, or ``block`` where a
+            format is ``fp8``. See :func:`~qtool.formats.scheme.fp8_scheme`.
         weight_only: of ``fp8``: leave inputs in 16 bits.
         layers: ``PATTERN=SCHEME`` overrides; see :mod:`qtool.quantize.schemes`.
         lm_head: bits of the head's weight; ``None`` leaves it in 16 bits.
@@ -46,6 +47,8 @@ class QuantizeOptions:
         seed: chooses the blocks.
         dtype: dtype of scales and of tensors that are not quantized; ``auto`` is the source's.
         device: where blocks are computed; ``auto`` is a GPU if there is one.
+        formats: of the result; the first lies at the output folder, others beside it. Names of
+            :data:`qtool.formats.registry.WRITERS`.
         overwrite: replace a checkpoint at the output folder.
         eval_windows: windows of held-out text on which the result is compared with the original;
             0 leaves the comparison out.
@@ -75,6 +78,7 @@ class QuantizeOptions:
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
+    formats: tuple[str, ...] = (DEFAULT_FORMAT,)
     overwrite: bool = False
     eval_windows: int = 4
     eval_text: str = BUILTIN
@@ -86,6 +90,7 @@ class QuantizeOptions:
         _require_choice("dtype", self.dtype, ("auto", *STORED_DTYPES))
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         self._refuse_foreign()
+        self._check_formats()
         if self.activations not in (None, "dynamic", "static"):
             raise UsageError(f"activations={self.activations!r}: choose dynamic or static")
         if self.granularity not in (None, *GRANULARITIES):
@@ -105,6 +110,12 @@ class QuantizeOptions:
             raise UsageError(f"eval_windows={self.eval_windows}: give a number of windows, or 0")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("device='cuda': PyTorch sees no GPU here; use auto or cpu")
+
+    def _check_formats(self) -> None:
+        for name in self.formats:
+            writer_of(name)
+        if not self.formats or len(set(self.formats)) < len(self.formats):
+            raise UsageError(f"formats={self.formats!r}: give at least one, each of them once")
 
     def _refuse_foreign(self) -> None:
         """An option of another method has no meaning."""
@@ -136,7 +147,7 @@ class QuantizeOptions:
             ignore=self.ignore,
             skip_first=self.skip_first,
             skip_last=self.skip_last,
-            head=None if self.lm_head is None else IntegerWeights(self.lm_head),
+            head=None if self.lm_head is None else IntegerWeights(self.lm_head, self._usual_grid),
         )
 
     def _default_scheme(self) -> SchemeAsked:
@@ -144,12 +155,19 @@ class QuantizeOptions:
         if family == "w8a8":
             return w8a8_scheme(static=self.activations == "static")
         if family == "fp8":
-            return fp8_scheme(self.granularity or "channel", weight_only=self.weight_only)
+            usual: Strategy = "block" if "fp8" in self.formats else "channel"
+            return fp8_scheme(self.granularity or usual, weight_only=self.weight_only)
         return IntegerWeights(
             4 if self.bits is None else self.bits,
-            self.symmetric,
+            self._usual_grid if self.symmetric is None else self.symmetric,
             "auto" if self.group_size is None else self.group_size,
         )
+
+    @property
+    def _usual_grid(self) -> bool | None:
+        """Whether a grid is symmetric that nothing is said of; ``None`` leaves it to the bits."""
+        # Engines take symmetric GPTQ files alone.
+        return True if "gptq" in self.formats else None
 
     @property
     def needs_calibration(self) -> bool:

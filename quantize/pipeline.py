@@ -23,12 +23,14 @@ from qtool.formats.checkpoint import (
     check_free_space,
     check_target,
 )
+from qtool.formats.convert import convert_checkpoint
 from qtool.quantize.assemble import head_tensors, num_parameters, outer_sources, result_config
 from qtool.quantize.blocks import quantize_blocks
 from qtool.quantize.card import command_line, public_name
 from qtool.quantize.fingerprint import run_fingerprint
 from qtool.quantize.job import Job
 from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.output_formats import format_warnings, other_folders
 from qtool.quantize.phases import PhaseClock
 from qtool.quantize.prepare import (
     Listener,
@@ -98,14 +100,19 @@ def quantize_model(
         QtoolError: anything that cannot be done as asked. Options, folders, group sizes and
             calibration data are checked before work that takes long; ``out`` is then untouched.
     """
-    check_target(out, source, options.overwrite)
+    others = other_folders(out, options.formats)
+    for folder in (out, *others.values()):
+        check_target(folder, source, options.overwrite)
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
+        for warning in format_warnings(job, options.formats):
+            progress(Progress("format", 1, 1, warning))
         with clock.phase("calibration"):
             evaluate = evaluator is not None
             texts = gather_texts(job, options, parts, sampler, progress, evaluate=evaluate)
-            needed = result_bytes(job) + work_bytes(job, texts, options)
+            result = result_bytes(job) * len(options.formats)
+            needed = result + work_bytes(job, texts, options)
             check_free_space(out, needed - bytes_done(out))
             job = replace(job, ids=texts.ids)
             fingerprint = run_fingerprint(reader, options, texts.ids, texts.held_out_ids)
@@ -116,8 +123,19 @@ def quantize_model(
                 origin = origin or _origin(source, options)
                 run = _Run(options, job, texts, work, clock, origin)
                 report = _finish(run, writer, progress, evaluator)
+            for name, folder in others.items():
+                convert_checkpoint(
+                    out, folder, name, overwrite=options.overwrite, progress=_told(progress, name)
+                )
+                progress(Progress("format", 1, 1, f"{folder}: the same weights as {name}"))
             work.discard()
     return report
+
+
+def _told(progress: Listener, name: str) -> Callable[[str, int, int, str], None]:
+    return lambda phase, done, total, detail: progress(
+        Progress(f"{name}: {phase}", done, total, detail)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +204,10 @@ def _write_tensors(
         for name, source in block.sources().items():
             writer.add_source(name, source)
         digests |= block.digests
-    writer.finish_tensors(result_config(job))
+    config = result_config(job)
+    writer.finish_tensors(config)
+    if job.format.SIDE_FILE is not None:
+        writer.add_json(job.format.SIDE_FILE, config["quantization_config"])
     progress(Progress("write", 1, 1, f"{writer.total_bytes / 1e6:.1f} MB"))
     return digests | {name: writer.digests[name] for name in (*outer, *tensors)}, records
 
@@ -232,5 +253,6 @@ def _report(
         total_bytes=writer.total_bytes,
         verified_tensors=len(writer.digests),
         activation_peaks=peaks,
+        format=job.format.NAME,
         evaluation=evaluation,
     )

@@ -22,6 +22,7 @@ from qtool.formats.checkpoint import CheckpointReader
 from qtool.quantize.job import Job
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.output_formats import with_format
 from qtool.quantize.plan import check_not_quantized, plan_schemes
 
 # Tokens of an evaluation window, where the model can take so many.
@@ -80,7 +81,8 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
     family = find_family(reader.config)
     schemes = plan_schemes(reader, reader.config, family, options.schemes)
     dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
-    return Job(reader, family, schemes, dtype, options.torch_device, ids=None)
+    job = Job(reader, family, schemes, dtype, options.torch_device, ids=None)
+    return with_format(job, options.formats)
 
 
 def gather_texts(

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from qtool.formats.registry import DEFAULT_FORMAT
 from qtool.formats.tensor import QuantizedTensor
 
 # Where the report lies inside a checkpoint; a sub-folder, because other engines load every
@@ -116,6 +117,7 @@ class Report:
         total_bytes: of all tensors of the result.
         verified_tensors: tensors read back from disk and found as memory held them.
         activation_peaks: largest \\|input\\| of each linear of the original on the held-out text.
+        format: how the weights are written.
         evaluation: what quantization cost, or ``None`` where it was not measured.
     """
 
@@ -131,6 +133,7 @@ class Report:
     total_bytes: int = 0
     verified_tensors: int = 0
     activation_peaks: Mapping[str, float] = field(default_factory=dict)
+    format: str = DEFAULT_FORMAT
     evaluation: Evaluation | None = None
 
     @property

@@ -37,6 +37,14 @@ class IntegerWeights:
     symmetric: bool | None = None
     group_size: GroupSize = AUTO
 
+    def __post_init__(self) -> None:
+        if self.bits == 8 and self.symmetric is False:
+            raise UsageError(
+                "bits=8 with an asymmetric grid: 8-bit weights are symmetric in the formats other "
+                "engines load, whose fast kernels take zero points at 4 bits alone; ask for the "
+                "symmetric grid"
+            )
+
     @property
     def grid_is_symmetric(self) -> bool:
         """``symmetric`` with its default filled in."""
@@ -106,8 +114,6 @@ def parse_scheme(text: str) -> SchemeAsked:
         symmetric = _one(text, words, {"sym": True, "asym": False}, None)
         group: GroupSize = _one(text, words, _group_words(words), AUTO)
         scheme: SchemeAsked = IntegerWeights(int(name[1:]), symmetric, group)
-        if scheme.bits == 8 and symmetric is False:
-            raise UsageError(f"{text!r}: 8-bit weights are symmetric in every format; write w8")
     elif name == "w8a8":
         scheme = w8a8_scheme(static=_one(text, words, {"static": True, "dynamic": False}, False))
     elif name == "fp8":

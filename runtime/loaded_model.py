@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from qtool.errors import EngineError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.kv_scales import KvScales
 from qtool.formats.probe import read_probe
+from qtool.formats.registry import quantization_block
 from qtool.formats.scheme import WeightScheme
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
-from qtool.runtime.loader import load_decoder
+from qtool.runtime.loader import StoredModel, load_decoder
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import compile_decoder, why_not_native
 from qtool.runtime.options import ModelOptions
@@ -35,6 +37,7 @@ class LoadedModel:
         schemes: scheme of every quantized linear by name; empty for a plain model.
         max_model_len: longest sequence it was loaded for.
         notes: what was not as asked or expected, one sentence each.
+        kv_scales: the checkpoint's FP8 scales for the cache, by name of the attention.
     """
 
     folder: Path
@@ -43,6 +46,7 @@ class LoadedModel:
     schemes: dict[str, WeightScheme]
     max_model_len: int
     notes: tuple[str, ...]
+    kv_scales: Mapping[str, KvScales] = field(default_factory=dict)
 
     @property
     def quantization(self) -> str:
@@ -77,22 +81,31 @@ def load_model(
             device,
             dtype,
             cpu_compute=options.cpu_compute,
-            quantized="quantization_config" in reader.config,
+            quantized=quantization_block(folder, reader.config) is not None,
             batch_invariant=options.batch_invariant,
         )
         notes += selection.notes + scaling_notes(config.ropes, length)
         if options.strict:
             refuse_notes(notes)
-        decoder, schemes = load_decoder(reader, selection.backend, length)
+        decoder, stored = load_decoder(reader, selection.backend, length)
     decoder, more = choose_form(decoder, options)
-    notes += more
+    notes += stored.notes + more + _cache_notes(stored)
     if options.strict:
         refuse_notes(notes)
-    if not schemes:
+    if not stored.schemes:
         notes = tuple(note for note in notes if "4-bit weights" not in note)
     if options.self_check and (probe := read_probe(folder)) is not None:
         self_check(decoder, probe, coarsest_compute(decoder, options), length)
-    return LoadedModel(folder, decoder, selection.reason, schemes, length, notes)
+    return LoadedModel(
+        folder, decoder, selection.reason, stored.schemes, length, notes, stored.kv_scales
+    )
+
+
+def _cache_notes(stored: StoredModel) -> tuple[str, ...]:
+    if not stored.kv_scales:
+        return ()
+    count = len(stored.kv_scales)
+    return (f"the checkpoint has FP8 scales for the cache of {count} layers; they are not used",)
 
 
 def coarsest_compute(decoder: Decoder, options: ModelOptions) -> str:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from qtool.errors import CheckpointError
-from qtool.formats import compressed_tensors
 from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.kv_scales import KvScales, kv_scale_names, read_kv_scales
+from qtool.formats.registry import stored_linears
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor, can_stack, concatenate_rows
 from qtool.runtime.config import DecoderConfig, MoeConfig, parse_decoder_config
-from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp, SideBySide
+from qtool.runtime.kernels.backend import (
+    AttentionScope,
+    Backend,
+    LinearOp,
+    ReorderedInput,
+    SideBySide,
+)
 from qtool.runtime.layers import Attention, DecoderLayer, FeedForward, Mlp
 from qtool.runtime.model import Decoder
 from qtool.runtime.moe import MixtureOfExperts, SharedExpert
@@ -26,15 +35,31 @@ Weight = TypeVar("Weight", Tensor, Tensor | QuantizedTensor)
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
 
 
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """How a checkpoint is stored, where that is more than plain tensors.
+
+    Attributes:
+        schemes: scheme of every quantized linear by name.
+        kv_scales: FP8 scales of the cache by name of the attention; empty where it has none.
+        notes: what was noticed in its tensors, one sentence each.
+    """
+
+    schemes: dict[str, WeightScheme]
+    kv_scales: Mapping[str, KvScales]
+    notes: tuple[str, ...]
+
+
 class WeightSource:
     """Hands out a checkpoint's weights by module name and remembers what was used."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
-        block = reader.config.get("quantization_config")
-        self._quantization = None if block is None else compressed_tensors.parse_config(block)
+        self._quantized = stored_linears(reader)
         self._unused = {name for name in reader.names() if not IGNORED.match(name)}
-        self.schemes: dict[str, WeightScheme] = {}
+        self._unused.difference_update(kv_scale_names(reader.names()))
+        self._kv_scales = read_kv_scales(reader)
+        self._schemes: dict[str, WeightScheme] = {}
 
     def tensor(self, name: str) -> Tensor:
         """A plain tensor."""
@@ -44,24 +69,28 @@ class WeightSource:
 
     def weight(self, module: str) -> Tensor | QuantizedTensor:
         """Weight of a linear, quantized if the config says so."""
-        scheme = self._quantization.scheme_for(module) if self._quantization else None
-        if scheme is None:
+        if self._quantized is None or not self._quantized.is_quantized(module):
             return self.tensor(f"{module}.weight")
-        local = {
-            name: self.tensor(f"{module}.{name}")
-            for name in compressed_tensors.TENSOR_NAMES
-            if f"{module}.{name}" in self._reader
-        }
-        self.schemes[module] = scheme
-        try:
-            return compressed_tensors.unpack(local, scheme)
-        except CheckpointError as error:
-            raise CheckpointError(f"{module}: {error}") from None
+        weight = self._quantized.read(module, self.tensor)
+        self._schemes[module] = weight.scheme
+        return weight
+
+    @property
+    def stored(self) -> StoredModel:
+        """How what was read so far is stored."""
+        notes = () if self._quantized is None else self._quantized.notes()
+        return StoredModel(self._schemes, self._kv_scales, notes)
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """Whether a tensor is the bias of zeros that AutoGPTQ gave to linears without one."""
+        module, _, local = name.rpartition(".")
+        return local == "bias" and module in self._schemes and not self._reader.get(name).any()
 
     def refuse_leftovers(self, tied_head: bool) -> None:
         """Every tensor of the file must have found its place."""
         if tied_head:
             self._unused.discard("lm_head.weight")
+        self._unused = {name for name in self._unused if not self._is_empty_bias(name)}
         if self._unused:
             names = sorted(self._unused)
             raise CheckpointError(
@@ -96,7 +125,7 @@ class DecoderBuilder:
         if not self._config.tied_head:
             shape = self._config.vocab_size, self._config.hidden_size
             weight = _checked("lm_head", self._source.weight("lm_head"), shape)
-        self._linears["lm_head"] = self._backend.head(weight)
+        self._linears["lm_head"] = self._in_order(weight, self._backend.head)
         return self._linears["lm_head"]
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -219,11 +248,24 @@ class DecoderBuilder:
         quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
         dense = [weight for weight in weights if isinstance(weight, Tensor)]
         if quantized and not can_stack(quantized):
-            parts = [self._backend.linear(w, b) for w, b in zip(weights, biases, strict=True)]
-            return SideBySide(parts)
+            return SideBySide([self._one(w, b) for w, b in zip(weights, biases, strict=True)])
         stacked = concatenate_rows(quantized) if quantized else torch.cat(dense)
         given = [bias for bias in biases if bias is not None]
-        return self._backend.linear(stacked, torch.cat(given) if given else None)
+        return self._one(stacked, torch.cat(given) if given else None)
+
+    def _one(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
+        return self._in_order(weight, lambda prepared: self._backend.linear(prepared, bias))
+
+    def _in_order(
+        self,
+        weight: Tensor | QuantizedTensor,
+        prepare: Callable[[Tensor | QuantizedTensor], LinearOp],
+    ) -> LinearOp:
+        """A weight as the back end runs it; if its columns have an order, so has its input."""
+        if isinstance(weight, Tensor) or weight.order is None:
+            return prepare(weight)
+        order = weight.order.to(self._backend.device)
+        return ReorderedInput(prepare(weight.in_code_order()), order)
 
 
 def _checked(name: str, tensor: Weight, shape: tuple[int, ...]) -> Weight:
@@ -247,8 +289,8 @@ def _refuse_mixture(modules: list[str], weights: list[Tensor | QuantizedTensor])
 
 def load_decoder(
     reader: CheckpointReader, backend: Backend, length: int | None = None
-) -> tuple[Decoder, dict[str, WeightScheme]]:
-    """Load a model folder, and say how each quantized linear is stored.
+) -> tuple[Decoder, StoredModel]:
+    """Load a model folder, and say how it is stored.
 
     Args:
         reader: the opened folder.
@@ -263,4 +305,4 @@ def load_decoder(
     source = WeightSource(reader)
     builder = DecoderBuilder(source, config, backend)
     decoder = builder.build(length or config.max_position)
-    return decoder, source.schemes
+    return decoder, source.stored

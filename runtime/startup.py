@@ -8,6 +8,7 @@ from pathlib import Path
 from qtool.errors import UsageError
 from qtool.formats.checkpoint import CONFIG_NAME, read_json
 from qtool.formats.model_source import resolve_model
+from qtool.formats.registry import quantization_block
 from qtool.runtime.engine import Engine
 from qtool.runtime.engine_thread import EngineThread
 from qtool.runtime.loaded_model import load_model
@@ -44,7 +45,7 @@ def check_quantization(asked: str, folder: Path) -> None:
         UsageError: they differ.
     """
     config = read_json(folder / CONFIG_NAME)
-    found = (config.get("quantization_config") or {}).get("quant_method")
+    found = (quantization_block(folder, config) or {}).get("quant_method")
     made_by = _recorded_method(folder)
     names = {name for name in (found, made_by) if name}
     if asked not in names:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qtool.errors import CheckpointError
-from qtool.formats.reader import CONFIG_NAME, INDEX_NAME, CheckpointReader, TensorEntry, read_json
+from qtool.formats.reader import INDEX_NAME, CheckpointReader, TensorEntry, read_json
+from qtool.formats.registry import quantization_source
 from qtool.formats.validation.claim import Claim
 from qtool.formats.validation.claims import Claims, claims_of
 from qtool.formats.validation.layouts import (
@@ -22,13 +22,6 @@ from qtool.formats.validation.layouts import (
     linear_size,
     words,
 )
-
-# Where older tools put what now is a block of config.json, and whose file it is.
-CONFIG_FILES = {
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +115,7 @@ def gather_facts(reader: CheckpointReader) -> Facts:
         CheckpointError: a file that is there cannot be read.
     """
     _open_shards(reader)
-    block, block_file = quantization_block(reader.folder, reader.config)
+    block, block_file = quantization_source(reader.folder, reader.config)
     claims, problem = _understood(block)
     index_path = reader.folder / INDEX_NAME
     return Facts(
@@ -148,25 +141,6 @@ def _open_shards(reader: CheckpointReader) -> None:
             raise CheckpointError(
                 f"{path}: the safetensors library refuses it ({error}); write the file again"
             ) from None
-
-
-def quantization_block(
-    folder: Path, config: Mapping[str, Any]
-) -> tuple[dict[str, Any] | None, str]:
-    """How a checkpoint is quantized, and the file that says so; ``None`` if nothing does.
-
-    Raises:
-        CheckpointError: a file that is there cannot be read.
-    """
-    inner = config.get("text_config")
-    for holder in (config, inner if isinstance(inner, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(holder.get(key), dict):
-                return holder[key], CONFIG_NAME
-    for name, method in CONFIG_FILES.items():
-        if (folder / name).is_file():
-            return {"quant_method": method, **read_json(folder / name)}, name
-    return None, CONFIG_NAME
 
 
 def _understood(block: Mapping[str, Any] | None) -> tuple[Claims, str | None]:

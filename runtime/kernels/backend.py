@@ -82,6 +82,23 @@ class SideBySide(LinearOp):
         return torch.cat([part(x) for part in self._parts], dim=1)
 
 
+class ReorderedInput(LinearOp):
+    """A linear whose weight holds its input features in another order.
+
+    Args:
+        linear: with the weight as it is held.
+        order: int64 [in_features]: which feature each column of the weight is for.
+    """
+
+    def __init__(self, linear: LinearOp, order: Tensor) -> None:
+        self._linear, self._order = linear, order
+        self.num_bytes = linear.num_bytes + order.numel() * order.element_size()
+        self.kernel = f"{linear.kernel}, inputs reordered"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x.index_select(1, self._order))
+
+
 class Backend(ABC):
     """Operations on one device in one dtype."""
 

@@ -103,7 +103,8 @@ def _group(**weights: Any) -> dict[str, Any]:
         (_config(config_groups={}), "no config_groups"),
         (_config(config_groups=_group(type="float")), "float weights of 4 bits"),
         (_config(config_groups=_group(num_bits=3)), "bits=3"),
-        (_config(config_groups=_group(actorder="group")), "actorder group"),
+        (_config(sparsity_config={"format": "sparse-24-bitmask"}), "has a sparsity_config"),
+        (_config(transform_config={"config_groups": {"u": {}}}), "has a transform_config"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(config: dict[str, Any], message: str) -> None:

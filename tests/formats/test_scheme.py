@@ -14,7 +14,6 @@ from qtool.formats.scheme import WeightScheme, weight_scheme
     ("values", "message"),
     [
         ({"bits": 3}, "bits=3: portable widths are 4 and 8"),
-        ({"bits": 8, "symmetric": False}, "ask for the symmetric grid"),
         ({"strategy": "row"}, "use tensor, channel, group or block"),
         ({"strategy": "group", "group_size": None}, "at least one weight"),
         ({"strategy": "group", "group_size": 0}, "at least one weight"),
@@ -45,3 +44,4 @@ def test_bits_per_weight_counts_scales_and_zeros() -> None:
 def test_names_for_tables() -> None:
     assert weight_scheme(4, False, 64).describe() == "W4 asym g64"
     assert weight_scheme(8, True, None).describe() == "W8 sym channel"
+    assert weight_scheme(8, False, 32).describe() == "W8 asym g32"

@@ -68,6 +68,8 @@ def unsupported(weight: QuantizedTensor) -> str | None:
     """Why no native kernel takes a weight, or ``None``."""
     if weight.scheme.type == "float" or weight.scheme.activations is not None:
         return f"{weight.scheme.describe()} runs on torch"
+    if weight.scheme.bits == 8 and not weight.scheme.symmetric:
+        return "8-bit codes less their zero do not fit 8 bits"
     width = weight.scheme.block_shape(weight.shape)[1]
     if weight.scheme.strategy == "group" and kernel_group(width) is None:
         return f"groups of {width} are no multiple of {GROUP_MULTIPLE}"
