@@ -28,8 +28,9 @@ class Expected:
 
 def expected_of(name: str) -> Expected:
     """What was recorded of a fixture."""
-    recorded = json.loads((FIXTURES / name / "expected.json").read_text())
-    logits = load_file(FIXTURES / name / "logits.safetensors")["logits"]
+    folder = FIXTURES / name / "expected"
+    recorded = json.loads((folder / "record.json").read_text())
+    logits = load_file(folder / "logits.safetensors")["logits"]
     return Expected(recorded["input_ids"], recorded["weights_sha256"], logits)
 
 
