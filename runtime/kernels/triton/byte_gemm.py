@@ -11,12 +11,20 @@ have e4m3 converted to float16 first.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from qtool.runtime.kernels.triton import layout
+from qtool.runtime.kernels.triton.config import GemmShape, Tiles, shape_of
 from qtool.runtime.kernels.triton.epilogue import store_tile, sum_splits
+from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
+from qtool.runtime.kernels.triton.layout import Codes, PackedWeight
 
-TILE_ROWS = tl.constexpr(64)
+TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
 
 # Passes four bytes on. Where both operands come straight from shared memory, Triton 3.9 fetches
 # the first columns of the next step ahead, byte by byte on GPUs before Hopper: as many
@@ -98,3 +106,82 @@ def byte_gemm_kernel(
         None if GROUPED else token_scales_ptr,
         bias_ptr, residual_ptr, stored, N, tile_m, tile_n, 1.0, GATED,
     )  # fmt: skip
+
+
+def byte_gemm(
+    x: Tensor,
+    token_scales: Tensor,
+    weight: PackedWeight,
+    out: Tensor,
+    tiles: Tiles,
+    workspace: Workspace,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    asm: bool,
+) -> None:
+    """``out = (x * token_scales) @ weight.T + bias + residual``; nothing is allocated or read back.
+
+    Args:
+        x: codes [M, K'] contiguous, of the words' dtype; columns beyond the weight's are 0.
+        token_scales: float32 [M]; [K' / 128, M] for a weight in blocks.
+        weight: packed as bytes.
+        out, tiles, workspace, bias, residual, gated: as :func:`.weight_gemm.weight_gemm` has them.
+        asm: whether the GPU speaks PTX and comes before Hopper.
+
+    Raises:
+        ValueError: a shape or dtype that breaks this contract.
+    """
+    shape, interpreted = shape_of(weight), is_interpreted()
+    _check(x, token_scales, weight, out, gated)
+    grid = (-(-x.shape[0] // tiles.block_m), shape.rows // tiles.block_n, tiles.splits)
+    byte_gemm_kernel[grid](
+        x,
+        weight.words,
+        weight.scales,
+        token_scales,
+        bias,
+        residual,
+        out,
+        workspace.partials,
+        workspace.locks,
+        x.shape[0],
+        weight.shape[0],
+        shape.steps,
+        **constants(shape, tiles, gated=gated, asm=asm and not interpreted),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def constants(shape: GemmShape, tiles: Tiles, *, gated: bool, asm: bool) -> dict[str, Any]:
+    """The kernel's compile-time parameters."""
+    is_float = shape.codes is Codes.FP8_BYTES
+    return {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "STEP": shape.step,
+        "SPLITS": tiles.splits,
+        "GROUPED": shape.grouped,
+        "SUM": tl.float32 if is_float else tl.int32,
+        "PROMOTE": 128 if is_float else None,
+        "GATED": gated,
+        "ASM": asm,
+    }
+
+
+def _check(x: Tensor, token_scales: Tensor, weight: PackedWeight, out: Tensor, gated: bool) -> None:
+    if x.dtype != weight.words.dtype or weight.codes.planes != 1:
+        raise ValueError(f"x of {x.dtype} with words of {weight.words.dtype}: the same bytes")
+    tokens, columns = x.shape[0], weight.padded[1]
+    width = weight.shape[0] // 2 if gated else weight.shape[0]
+    scales = (columns // weight.step, tokens) if weight.grouped else (tokens,)
+    found = tuple(x.shape), tuple(token_scales.shape), tuple(out.shape)
+    if found != ((tokens, columns), scales, (tokens, width)):
+        raise ValueError(
+            f"x, token scales, out of shapes {found}: expected {(tokens, columns)}, {scales} and "
+            f"{(tokens, width)}"
+        )
+    if not (x.is_contiguous() and token_scales.is_contiguous() and out.is_contiguous()):
+        raise ValueError("x, token scales and out must be contiguous")

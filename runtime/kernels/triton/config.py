@@ -9,10 +9,13 @@ The rules follow from counted instructions, shared memory and registers (docs/ke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from qtool.runtime.kernels.triton.layout import TILE_ROWS, Codes, PackedWeight
 from qtool.runtime.kernels.triton.target import Target
+
+Zeros = Literal["constant", "rows", "groups"]
 
 # Tokens are rounded up to one of these. Beyond the last, a weight of 4 bits is dequantized once
 # and multiplied by the vendor's GEMM: at 1,024 tokens that costs an A100 about a fifth more than
@@ -61,6 +64,7 @@ class GemmShape:
         steps: tiles along a row.
         step: columns of a tile.
         grouped: whether scales change along a row.
+        zeros: one for all, one a row, or one a group in the scales' low bits.
     """
 
     codes: Codes
@@ -68,17 +72,29 @@ class GemmShape:
     steps: int
     step: int
     grouped: bool
+    zeros: Zeros
 
     @property
     def is_bytes(self) -> bool:
         """Whether products have 8 bits."""
         return self.codes in (Codes.INT8_BYTES, Codes.FP8_BYTES)
 
+    @property
+    def constant_zero(self) -> int:
+        """The zero of all weights, in the unit of its codes; -1 where they differ."""
+        return self.codes.zero // self.codes.zero_unit if self.zeros == "constant" else -1
+
 
 def shape_of(weight: PackedWeight) -> GemmShape:
     """The shape of a packed weight."""
     rows, columns = weight.padded
-    return GemmShape(weight.codes, rows, columns // weight.step, weight.step, weight.grouped)
+    zeros: Zeros = "constant"
+    if weight.scheme.strategy == "group":
+        zeros = "groups"
+    elif weight.zeros is not None:
+        zeros = "rows"
+    steps = columns // weight.step
+    return GemmShape(weight.codes, rows, steps, weight.step, weight.grouped, zeros)
 
 
 # Measured choices: by shape and bucket; ``None`` is dequantize, then the vendor's GEMM.
@@ -102,9 +118,8 @@ def select_config(
         return table[shape, bucket]
     if bucket == LONG_PROMPT and not shape.is_bytes:
         return None
-    tiles = _tile(target, shape, bucket)
-    splits = _splits(target, shape, bucket, tiles)
-    return Tiles(tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages, splits)
+    tiles = _tile(target, shape, min(bucket, BUCKETS[-1]))
+    return replace(tiles, splits=_splits(target, shape, bucket, tiles))
 
 
 def configs_of(
@@ -118,12 +133,16 @@ def configs_of(
 def _tile(target: Target, shape: GemmShape, bucket: int) -> Tiles:
     if not target.is_nvidia:
         return _amd_tile(shape, bucket)
-    if bucket <= 16:
+    if bucket <= 16 and not (shape.codes is Codes.FP8_BYTES and target.capability >= 90):
         # Two warps: Hopper's instruction for groups of four waits longer than it multiplies.
-        return Tiles(bucket, 64, 2, _stages(target, shape, bucket, 64))
+        # For sm_100 ptxas limits 8 tokens with groups of 64 to 80 registers, and spills.
+        block_m = 16 if target.capability >= 100 and shape.step == 64 else bucket
+        return Tiles(block_m, 64, 2, _stages(target, shape, block_m, 64))
     block_m, warps = _wide(target, shape, bucket)
     if shape.rows % 128:
-        return Tiles(32, 64, 2, _stages(target, shape, 32, 64))
+        # e4m3 needs Hopper's instruction: others would have it converted first.
+        warps = 4 if shape.codes is Codes.FP8_BYTES else 2
+        return Tiles(min(block_m, 32), 64, warps, _stages(target, shape, 32, 64))
     return Tiles(block_m, 128, warps, _stages(target, shape, block_m, 128))
 
 
@@ -150,7 +169,8 @@ def _stages(target: Target, shape: GemmShape, block_m: int, block_n: int) -> int
     wanted = {128: 5, 64: 6, 32: 8}[shape.step] if block_n == 64 else 4
     # Two programs of 32 tokens and fewer share a multiprocessor.
     room = (target.shared_memory - 2048) // (2 if block_m <= 32 else 1)
-    return max(2, min(wanted if block_m <= 32 else 3, room // stage))
+    # The step that is multiplied is in registers already.
+    return max(2, min(wanted if block_m <= 32 else 3, room // stage + 1))
 
 
 def _amd_tile(shape: GemmShape, bucket: int) -> Tiles:

@@ -36,7 +36,8 @@ def sum_splits(
     last = arrived == SPLITS - 1
     if last:
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for i in tl.static_range(SPLITS):
+        # Not unrolled: all loads at once would spill.
+        for i in tl.range(0, SPLITS, num_stages=1):
             # Past the first-level cache, which may hold what others have overwritten.
             sums += tl.load(first_ptr + i * SIZE + within, cache_modifier=".cg")
         tl.atomic_xchg(locks_ptr + tile, 0)

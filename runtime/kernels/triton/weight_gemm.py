@@ -10,13 +10,15 @@ no more than one of 1, and Hopper's instruction for groups of warps takes weight
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qtool.runtime.kernels.triton import layout
-from qtool.runtime.kernels.triton.config import Tiles
+from qtool.runtime.kernels.triton.config import GemmShape, Tiles, shape_of
 from qtool.runtime.kernels.triton.epilogue import store_tile, sum_splits
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.layout import Codes, PackedWeight
@@ -151,12 +153,10 @@ def weight_gemm(
     Raises:
         ValueError: a shape or dtype that breaks this contract.
     """
-    rows, columns = weight.padded
     _check(x, weight, out, gated)
-    interpreted = is_interpreted()
-    operand = OPERANDS[torch.float32 if interpreted and x.dtype == torch.bfloat16 else x.dtype]
-    grid = (-(-x.shape[0] // tiles.block_m), rows // tiles.block_n, tiles.splits)
-    grouped = weight.grouped
+    shape, interpreted = shape_of(weight), is_interpreted()
+    dtype = torch.float32 if interpreted and x.dtype == torch.bfloat16 else x.dtype
+    grid = (-(-x.shape[0] // tiles.block_m), shape.rows // tiles.block_n, tiles.splits)
     weight_gemm_kernel[grid](
         x,
         weight.words,
@@ -170,28 +170,31 @@ def weight_gemm(
         workspace.locks,
         x.shape[0],
         weight.shape[0],
-        columns // weight.step,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        STEP=weight.step,
-        SPLITS=tiles.splits,
-        CODES=weight.codes.value,
-        GROUPED=grouped,
-        ZERO=constant_zero(weight),
-        OPERAND=operand,
-        FACTOR=FP8_FP16_FACTOR if weight.codes is Codes.FP8 and operand == tl.float16 else 1.0,
-        GATED=gated,
-        ASM=asm and not interpreted,
+        shape.steps,
+        **constants(shape, tiles, dtype, gated=gated, asm=asm and not interpreted),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
 
 
-def constant_zero(weight: PackedWeight) -> int:
-    """The kernel's ``ZERO``: -1 where zeros are a tensor or in the scales' low bits."""
-    if weight.zeros is not None or weight.scheme.strategy == "group":
-        return -1
-    return weight.codes.zero // weight.codes.zero_unit
+def constants(
+    shape: GemmShape, tiles: Tiles, dtype: torch.dtype, *, gated: bool, asm: bool
+) -> dict[str, Any]:
+    """The kernel's compile-time parameters."""
+    short = shape.codes is Codes.FP8 and dtype == torch.float16
+    return {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "STEP": shape.step,
+        "SPLITS": tiles.splits,
+        "CODES": shape.codes.value,
+        "GROUPED": shape.grouped,
+        "ZERO": shape.constant_zero,
+        "OPERAND": OPERANDS[dtype],
+        "FACTOR": FP8_FP16_FACTOR if short else 1.0,
+        "GATED": gated,
+        "ASM": asm,
+    }
 
 
 def _check(x: Tensor, weight: PackedWeight, out: Tensor, gated: bool) -> None:
