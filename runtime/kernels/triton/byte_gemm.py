@@ -2,7 +2,7 @@
 
 Contract: codes of the tokens [M, K'] with a float32 scale a token, or a token and 128 columns;
 the weight packed by :mod:`.layout` as bytes. Products of integers are summed exactly. Products of
-e4m3 are summed by the GPU; Hopper keeps about 14 bits of them, so after 128 columns a partial sum
+e4m3 are summed by the GPU; Hopper keeps about 14 bits of them, so after a step a partial sum
 moves to float32: by its scale where there are blocks, by ``PROMOTE`` elsewhere.
 
 Weights are the left operand here too: with fewer than 64 tokens as the left one, Hopper would
@@ -165,7 +165,7 @@ def constants(shape: GemmShape, tiles: Tiles, *, gated: bool, asm: bool) -> dict
         "SPLITS": tiles.splits,
         "GROUPED": shape.grouped,
         "SUM": tl.float32 if is_float else tl.int32,
-        "PROMOTE": 128 if is_float else None,
+        "PROMOTE": shape.step if is_float else None,
         "GATED": gated,
         "ASM": asm,
     }
