@@ -263,4 +263,5 @@ def load_decoder(
     source = WeightSource(reader)
     builder = DecoderBuilder(source, config, backend)
     decoder = builder.build(length or config.max_position)
+    backend.warm_up()
     return decoder, source.schemes

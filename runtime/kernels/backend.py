@@ -107,6 +107,10 @@ class Backend(ABC):
         """Prepare a small plain weight that decides; float32, so that near ties do not flip."""
         return type(self)(self.device, torch.float32).linear(weight, None)
 
+    def warm_up(self) -> None:
+        """Compile what serving can need; once, when all weights are prepared."""
+        return
+
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rows scaled to unit root mean square, times weight (Zhang & Sennrich 2019, section 3).

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qtool.runtime.kernels.triton.gated import sigmoid
+
 
 @triton.jit
 def sum_splits(
@@ -77,8 +79,9 @@ def store_tile(
         # Eight rows of the gate, then their eight of up: a thread has both of a pair.
         pairs = tl.reshape(sums, (BLOCK_N // 16, 2, 8, BLOCK_M))
         gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
-        gate, up = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M)), tl.reshape(up, (BLOCK_N // 2, BLOCK_M))
-        sums = gate / (1.0 + tl.exp(-gate)) * up
+        gate = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M))
+        up = tl.reshape(up, (BLOCK_N // 2, BLOCK_M))
+        sums = gate * sigmoid(gate) * up
         rows_n = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
     offsets = rows_m.to(tl.int64)[None, :] * width + rows_n[:, None]

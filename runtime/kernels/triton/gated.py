@@ -10,6 +10,13 @@ BLOCK = 1024
 
 
 @triton.jit
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """``1 / (1 + exp(-x))``, which overflows nowhere."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
 def gated_kernel(
     gate_up_ptr: tl.tensor,  # [M, 2 * K]
     out_ptr: tl.tensor,  # [M, K]
@@ -24,11 +31,11 @@ def gated_kernel(
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + K, mask=inside, other=0.0).to(tl.float32)
     if GELU:
-        # gelu(x) with a tanh is x * sigmoid(2 u); the sigmoid overflows nowhere.
+        # (1 + tanh(u)) / 2 is sigmoid(2 * u).
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         slope = gate
-    out = gate * tl.sigmoid(slope) * up
+    out = gate * sigmoid(slope) * up
     tl.store(out_ptr + row * K + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
