@@ -37,7 +37,8 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
     if note := gate.budget_note():
         show.note(note)
     cases = gate.all_cases() if everything else gate.budgeted_cases()
-    pairs, findings = list(gate.pairs(cases, chosen)), []
+    pairs = list(gate.pairs(cases, chosen))
+    findings: list[Finding] = []
     with show.steps() as steps:
         for case, arch in pairs:
             steps.update("compile", len(findings), len(pairs), f"{case.name}, {arch}")

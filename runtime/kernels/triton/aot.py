@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from qtool.errors import UsageError
 from qtool.runtime.kernels.triton import byte_gemm, weight_gemm
 from qtool.runtime.kernels.triton.config import GemmShape, Tiles
-from qtool.runtime.kernels.triton.layout import Codes
 from qtool.runtime.kernels.triton.launch import is_interpreted
+from qtool.runtime.kernels.triton.layout import Codes
 from qtool.runtime.kernels.triton.target import Target
 
 # Triton's names of dtypes, a pointer's behind a star.

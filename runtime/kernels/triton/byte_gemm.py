@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,8 +26,8 @@ from qtool.runtime.kernels.triton.layout import Codes, PackedWeight
 TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
 
 # Passes four bytes on. Where both operands come straight from shared memory, Triton 3.9 fetches
-# the first columns of the next step ahead, byte by byte on GPUs before Hopper: as many
-# instructions again as the products take. It sees through operations of one operand, so this has two.
+# the first columns of the next step ahead, byte by byte on GPUs before Hopper: twice the
+# instructions. It sees through operations of one operand, so this one has two.
 SAME = "mov.b32 $0, $1;"
 _SAME = tl.constexpr(SAME)
 
@@ -56,7 +55,7 @@ def byte_gemm_kernel(
     PROMOTE: tl.constexpr,  # columns after which e4m3 sums move to float32; None: never
     GATED: tl.constexpr,
     ASM: tl.constexpr,  # on GPUs before Hopper
-):
+) -> None:
     tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, last = steps * split // SPLITS, steps * (split + 1) // SPLITS
 

@@ -32,7 +32,7 @@ def dequantize_kernel(
     CODES: tl.constexpr,
     GROUPED: tl.constexpr,
     ZERO: tl.constexpr,
-):
+) -> None:
     WORDS: tl.constexpr = STEP // (4 if CODES == "int4" else 2)
     tile, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = tl.arange(0, TILE_ROWS)

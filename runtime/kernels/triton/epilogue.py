@@ -60,7 +60,7 @@ def store_tile(
     tile_n: tl.tensor,
     FACTOR: tl.constexpr,
     GATED: tl.constexpr,
-):
+) -> None:
     """``out = sums * scales + bias + residual``, or silu(gate) * up of its rows."""
     BLOCK_N: tl.constexpr = sums.shape[0]
     BLOCK_M: tl.constexpr = sums.shape[1]

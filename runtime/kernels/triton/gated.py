@@ -23,7 +23,7 @@ def gated_kernel(
     K: tl.tensor,
     GELU: tl.constexpr,
     SIZE: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = columns < K

@@ -50,5 +50,3 @@ class Workspace:
             self.partials = self.partials.new_empty(partials)
         if num_tiles > self.locks.numel():
             self.locks = self.locks.new_zeros(num_tiles)
-
-

@@ -134,9 +134,7 @@ class RoundedLinear(PackedLinear):
     def _rounded(self, x: Tensor) -> RoundedInput:
         as_values = torch.float16 if self.weight.codes is Codes.FP8 else None
         columns = self.weight.padded[1]
-        return round_input(
-            x, self._scheme, columns, static=self._static, as_values=as_values
-        )
+        return round_input(x, self._scheme, columns, static=self._static, as_values=as_values)
 
     def multiply_rounded(self, x: RoundedInput, out: Tensor, tiles: Tiles) -> None:
         """``out = x @ weight.T + bias`` in these tiles, x rounded already."""

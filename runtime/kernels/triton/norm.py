@@ -32,7 +32,7 @@ def rms_norm_kernel(
     STEPS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
     AS_VALUES: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < K

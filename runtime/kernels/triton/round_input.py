@@ -29,7 +29,7 @@ def round_input_kernel(
     STEPS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
     AS_VALUES: tl.constexpr,
-):
+) -> None:
     token, span = tl.program_id(0), tl.program_id(1)
     within = tl.arange(0, BLOCK)
     columns = span * SPAN + within

@@ -65,7 +65,7 @@ def weight_gemm_kernel(
     FACTOR: tl.constexpr,
     GATED: tl.constexpr,
     ASM: tl.constexpr,
-):
+) -> None:
     PLANES: tl.constexpr = 4 if CODES == "int4" else 2
     WORDS: tl.constexpr = STEP // PLANES
     tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)

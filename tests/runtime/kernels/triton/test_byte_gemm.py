@@ -11,11 +11,11 @@ from qtool.formats.tensor import QuantizedTensor
 from support.gemm import make_input, make_weight, relative_error
 
 pytest.importorskip("triton")
-from qtool.runtime.kernels.triton.byte_gemm import byte_gemm  # noqa: E402
-from qtool.runtime.kernels.triton.config import Tiles, select_config, shape_of  # noqa: E402
-from qtool.runtime.kernels.triton.launch import Workspace  # noqa: E402
-from qtool.runtime.kernels.triton.layout import pack  # noqa: E402
-from qtool.runtime.kernels.triton.target import sample_target  # noqa: E402
+from qtool.runtime.kernels.triton.byte_gemm import byte_gemm
+from qtool.runtime.kernels.triton.config import Tiles, select_config, shape_of
+from qtool.runtime.kernels.triton.launch import Workspace
+from qtool.runtime.kernels.triton.layout import pack
+from qtool.runtime.kernels.triton.target import sample_target
 
 CPU = torch.device("cpu")
 

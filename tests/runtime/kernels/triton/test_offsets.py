@@ -13,11 +13,11 @@ from qtool.formats.scheme import weight_scheme
 from support.gemm import make_input, make_weight, relative_error
 
 pytest.importorskip("triton")
-from triton.runtime.interpreter import interpreter_builder  # noqa: E402
+from triton.runtime.interpreter import interpreter_builder
 
-from qtool.runtime.kernels.triton.config import Tiles, shape_of  # noqa: E402
-from qtool.runtime.kernels.triton.layout import pack  # noqa: E402
-from qtool.runtime.kernels.triton.weight_gemm import (  # noqa: E402
+from qtool.runtime.kernels.triton.config import Tiles, shape_of
+from qtool.runtime.kernels.triton.layout import pack
+from qtool.runtime.kernels.triton.weight_gemm import (
     constants,
     weight_gemm_kernel,
 )

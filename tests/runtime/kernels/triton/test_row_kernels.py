@@ -12,11 +12,11 @@ from qtool.formats.scheme import ActivationScheme, WeightScheme, fp8_scheme, wei
 from support.gemm import fenced, make_input, make_weight
 
 pytest.importorskip("triton")
-from qtool.runtime.kernels.triton.dequantize import dequantize  # noqa: E402
-from qtool.runtime.kernels.triton.gated import gated  # noqa: E402
-from qtool.runtime.kernels.triton.layout import pack  # noqa: E402
-from qtool.runtime.kernels.triton.norm import rms_norm, rms_norm_rounded  # noqa: E402
-from qtool.runtime.kernels.triton.round_input import RoundedInput, round_input  # noqa: E402
+from qtool.runtime.kernels.triton.dequantize import dequantize
+from qtool.runtime.kernels.triton.gated import gated
+from qtool.runtime.kernels.triton.layout import pack
+from qtool.runtime.kernels.triton.norm import rms_norm, rms_norm_rounded
+from qtool.runtime.kernels.triton.round_input import RoundedInput, round_input
 
 INT8 = ActivationScheme("int", "token")
 FP8 = ActivationScheme("float", "token")

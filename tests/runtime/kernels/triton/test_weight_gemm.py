@@ -13,11 +13,11 @@ from qtool.formats.tensor import QuantizedTensor
 from support.gemm import fenced, make_input, make_weight, relative_error
 
 pytest.importorskip("triton")
-from qtool.runtime.kernels.triton.config import Tiles, select_config, shape_of  # noqa: E402
-from qtool.runtime.kernels.triton.launch import Workspace  # noqa: E402
-from qtool.runtime.kernels.triton.layout import pack  # noqa: E402
-from qtool.runtime.kernels.triton.target import sample_target  # noqa: E402
-from qtool.runtime.kernels.triton.weight_gemm import weight_gemm  # noqa: E402
+from qtool.runtime.kernels.triton.config import Tiles, select_config, shape_of
+from qtool.runtime.kernels.triton.launch import Workspace
+from qtool.runtime.kernels.triton.layout import pack
+from qtool.runtime.kernels.triton.target import sample_target
+from qtool.runtime.kernels.triton.weight_gemm import weight_gemm
 
 CPU = torch.device("cpu")
 SCHEMES = (
@@ -94,9 +94,7 @@ def test_splits_are_summed_in_their_order_whoever_is_last() -> None:
     sums = torch.zeros(5, 64)
     for part in parts:
         codes, grid = weight.codes[:, part].contiguous(), slice(part.start // 32, part.stop // 32)
-        piece = QuantizedTensor(
-            codes, weight.scales[:, grid], weight.zeros[:, grid], weight.scheme
-        )
+        piece = QuantizedTensor(codes, weight.scales[:, grid], weight.zeros[:, grid], weight.scheme)
         sums += _run(piece, x[:, part].contiguous(), Tiles(8, 64, 2, 3, 1))
     assert torch.equal(once, sums)
 
