@@ -1,6 +1,7 @@
 # make demo        quantize, evaluate and serve a small model, and ask it a question
 # make test        the fast tests
-# make check       what CI runs: lint, types, the wheel, the fast tests
+# make check       what CI runs: lint, types, the wheel, the fast tests, the kernels
+# make kernels     compile the GPU kernels and count their machine code; needs no GPU
 # make check-slow  the slow tests
 # make format      let ruff rewrite what it can
 # make docs        write docs/cli.md from the commands' help
@@ -42,7 +43,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: demo test check check-slow lint types wheel format docs peers clean
+.PHONY: demo test check check-slow lint types wheel kernels format docs peers clean
 .DELETE_ON_ERROR:
 # Two targets may need pip in the same environment, and pip does not lock it.
 .NOTPARALLEL:
@@ -53,7 +54,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(PYTEST)
 
-check: lint types wheel test
+check: lint types wheel test kernels
 
 check-slow: $(VENV)/.test
 	$(PYTEST) -m slow
@@ -67,6 +68,9 @@ types: $(VENV)/.dev
 
 wheel: $(VENV)/.test
 	$(PYTEST) -m slow tests/test_packaging.py
+
+kernels: $(VENV)/.test
+	$(BIN)/qtool kernels check
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix

@@ -168,7 +168,7 @@ def check(case: Case, arch: str) -> Finding:
     code = read_code(compile_gemm(target, case.shape, tiles, case.dtype))
     per_weight = instructions_per_weight(code, case.shape, tiles, target)
     budget = case.budgets.get(BUDGET_OF.get(arch, ""))
-    violations = list(_violations(case, target, tiles, code))
+    violations = list(violations_of(case, target, tiles, code))
     if budget_note() is None and budget is not None and per_weight > budget * SLACK:
         violations.append(f"{per_weight:.2f} instructions a weight, budget {budget}")
     return Finding(case, arch, tiles, code, per_weight, budget, tuple(violations))
@@ -194,7 +194,8 @@ def expected_matrix(case: Case, target: Target, tiles: Tiles) -> frozenset[str]:
     return frozenset({f"{letter}MMA"})
 
 
-def _violations(case: Case, target: Target, tiles: Tiles, code: MachineCode) -> Iterator[str]:
+def violations_of(case: Case, target: Target, tiles: Tiles, code: MachineCode) -> Iterator[str]:
+    """What is wrong with a kernel's code, budgets aside."""
     if not code.loop:
         yield "no main loop found"
     if code.stack:
