@@ -3,6 +3,7 @@
 # make check       what CI runs: lint, types, the wheel, the fast tests, the kernels
 # make kernels     compile the GPU kernels and count their machine code; needs no GPU
 # make check-slow  the slow tests
+# make gpu-check   check and time the kernels on a GPU; installs nothing, PYTHON's packages are used
 # make format      let ruff rewrite what it can
 # make docs        write docs/cli.md from the commands' help
 # make peers       install what benchmarks/peers.py compares with: a native build of llama.cpp,
@@ -43,7 +44,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: demo test check check-slow lint types wheel kernels format docs peers clean
+.PHONY: demo test check check-slow lint types wheel kernels gpu-check format docs peers clean
 .DELETE_ON_ERROR:
 # Two targets may need pip in the same environment, and pip does not lock it.
 .NOTPARALLEL:
@@ -71,6 +72,9 @@ wheel: $(VENV)/.test
 
 kernels: $(VENV)/.test
 	$(BIN)/qtool kernels check
+
+gpu-check:
+	PYTHONPATH=.typecheck $(PYTHON) benchmarks/gpu_check.py --csv gpu-check.csv
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
