@@ -63,6 +63,7 @@ class LinearOp(ABC):
 
     kernel: str  # what runs, for the load plan
     num_bytes: int  # memory its weights take
+    gates: bool = False  # whether the result of Backend.gate_up is gated already, [M, K]
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -95,6 +96,16 @@ class Backend(ABC):
     @abstractmethod
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         """Prepare a weight [out_features, in_features] once, at load."""
+
+    def gate_up(
+        self, weight: Tensor | QuantizedTensor, bias: Tensor | None, activation: str
+    ) -> LinearOp:
+        """Prepare a gate stacked on its up projection, [2 * K, in_features].
+
+        The operation gives both, [M, 2 * K]; or, where it says that it ``gates``, their gated
+        product.
+        """
+        return self.linear(weight, bias)
 
     def head(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         """Prepare the head; it computes in float32.

@@ -22,7 +22,7 @@ from qtool.runtime.kernels.reference import (
 from qtool.runtime.kernels.triton.config import TileTable
 from qtool.runtime.kernels.triton.gated import gated
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
-from qtool.runtime.kernels.triton.layout import pack, why_not_packable
+from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
 from qtool.runtime.kernels.triton.linear import (
     PackedLinear,
     Place,
@@ -63,14 +63,33 @@ class TritonBackend(ReferenceBackend):
         dense = weight.to(self.device, self.dtype).contiguous()
         return DenseLinear(dense, None if bias is None else bias.to(self.dtype))
 
-    def _quantized(self, weight: QuantizedTensor, bias: Tensor | None) -> LinearOp:
+    def gate_up(
+        self, weight: Tensor | QuantizedTensor, bias: Tensor | None, activation: str
+    ) -> LinearOp:
+        """SiLU and the product are part of the GEMM's end, for packed weights in turns of eight.
+
+        Not for FP8 in blocks: their kernel has one scale for all rows of a tile.
+        """
+        if (
+            isinstance(weight, QuantizedTensor)
+            and activation == "silu"
+            and weight.scheme.strategy != "block"
+            and weight.shape[0] % (2 * GATE_ROWS) == 0
+        ):
+            bias = None if bias is None else bias.to(self.device)
+            return self._quantized(weight.to(self.device), bias, gate_up=True)
+        return self.linear(weight, bias)
+
+    def _quantized(
+        self, weight: QuantizedTensor, bias: Tensor | None, *, gate_up: bool = False
+    ) -> LinearOp:
         if reason := self._why_dense(weight):
             return self._held_dense(weight, bias, reason)
         operation: PackedLinear
         if rounds_input(weight):
-            operation = RoundedLinear(weight, bias, self.dtype, self._place)
+            operation = RoundedLinear(weight, bias, self.dtype, self._place, gate_up=gate_up)
         else:
-            operation = PackedLinear(pack(weight), bias, self.dtype, self._place)
+            operation = PackedLinear(pack(weight, gate_up=gate_up), bias, self.dtype, self._place)
         self._packed.append(operation)
         return operation
 

@@ -117,7 +117,6 @@ def byte_gemm(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
     asm: bool,
 ) -> None:
     """``out = (x * token_scales) @ weight.T + bias + residual``; nothing is allocated or read back.
@@ -126,14 +125,14 @@ def byte_gemm(
         x: codes [M, K'] contiguous, of the words' dtype; columns beyond the weight's are 0.
         token_scales: float32 [M]; [K' / 128, M] for a weight in blocks.
         weight: packed as bytes.
-        out, tiles, workspace, bias, residual, gated: as :func:`.weight_gemm.weight_gemm` has them.
+        out, tiles, workspace, bias, residual: as :func:`.weight_gemm.weight_gemm` has them.
         asm: whether the GPU speaks PTX and comes before Hopper.
 
     Raises:
         ValueError: a shape or dtype that breaks this contract.
     """
     shape, interpreted = shape_of(weight), is_interpreted()
-    _check(x, token_scales, weight, out, gated)
+    _check(x, token_scales, weight, out)
     grid = (-(-x.shape[0] // tiles.block_m), shape.rows // tiles.block_n, tiles.splits)
     byte_gemm_kernel[grid](
         x,
@@ -148,7 +147,7 @@ def byte_gemm(
         x.shape[0],
         weight.shape[0],
         shape.steps,
-        **constants(shape, tiles, gated=gated, asm=asm and not interpreted),
+        **constants(shape, tiles, gated=weight.gate_up, asm=asm and not interpreted),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -170,11 +169,13 @@ def constants(shape: GemmShape, tiles: Tiles, *, gated: bool, asm: bool) -> dict
     }
 
 
-def _check(x: Tensor, token_scales: Tensor, weight: PackedWeight, out: Tensor, gated: bool) -> None:
+def _check(x: Tensor, token_scales: Tensor, weight: PackedWeight, out: Tensor) -> None:
     if x.dtype != weight.words.dtype or weight.codes.planes != 1:
         raise ValueError(f"x of {x.dtype} with words of {weight.words.dtype}: the same bytes")
+    if weight.grouped and weight.gate_up:
+        raise ValueError("blocks in the order of a gate: a tile's rows must share their scale")
     tokens, columns = x.shape[0], weight.padded[1]
-    width = weight.shape[0] // 2 if gated else weight.shape[0]
+    width = weight.shape[0] // 2 if weight.gate_up else weight.shape[0]
     scales = (columns // weight.step, tokens) if weight.grouped else (tokens,)
     found = tuple(x.shape), tuple(token_scales.shape), tuple(out.shape)
     if found != ((tokens, columns), scales, (tokens, width)):

@@ -35,6 +35,7 @@ LAYOUT_VERSION = 1
 TILE_ROWS = 64
 STEPS = (128, 64, 32)  # columns of a tile, the largest that fits
 ZERO_MASK = 0xF
+GATE_ROWS = 8  # rows of a gate before as many of its up projection
 
 
 class Codes(Enum):
@@ -81,6 +82,7 @@ class PackedWeight:
         codes: what words hold.
         shape: (N, K), without filling.
         scheme: of the weight it was made of.
+        gate_up: whether rows are a gate and its up projection, in turns of eight.
     """
 
     words: Tensor
@@ -89,6 +91,7 @@ class PackedWeight:
     codes: Codes
     shape: tuple[int, int]
     scheme: WeightScheme
+    gate_up: bool = False
 
     @property
     def step(self) -> int:
@@ -125,12 +128,21 @@ def why_not_packable(weight: QuantizedTensor) -> str | None:
     return None
 
 
-def pack(weight: QuantizedTensor, *, as_bytes: bool = False) -> PackedWeight:
+def gate_up_order(rows: int) -> Tensor:
+    """Rows of a gate stacked on its up projection, in turns of eight: one thread gets a pair.
+
+    int64 [rows]; ``rows`` is a multiple of 16.
+    """
+    return torch.arange(rows).view(2, -1, GATE_ROWS).transpose(0, 1).flatten()
+
+
+def pack(weight: QuantizedTensor, *, as_bytes: bool = False, gate_up: bool = False) -> PackedWeight:
     """Lay a weight out for the kernels.
 
     Args:
         weight: of any scheme.
         as_bytes: for 8-bit products; else for 16-bit ones. Bytes have 8 bits.
+        gate_up: the rows are a gate stacked on its up projection; they are taken in turns.
 
     Raises:
         ValueError: :func:`why_not_packable` says why.
@@ -142,7 +154,13 @@ def pack(weight: QuantizedTensor, *, as_bytes: bool = False) -> PackedWeight:
     steps, tiles = -(-columns // step), -(-rows // TILE_ROWS)
     more_rows, more_columns = tiles * TILE_ROWS - rows, steps * step - columns
     scales, zeros = _grid(weight, codes, step, steps)
-    filled = _filled(weight, codes, more_rows, more_columns)
+    stored = _with_columns(weight, more_columns)
+    if gate_up:
+        order = gate_up_order(rows).to(stored.device)
+        stored, scales = stored[order], scales[:, order]
+        zeros = None if zeros is None else zeros[order]
+    # Rows that are added have a scale of 0.
+    filled = functional.pad(stored, (0, 0, 0, more_rows), value=codes.zero)
     tiled = filled.view(tiles, TILE_ROWS, steps, step).transpose(1, 2)
     return PackedWeight(
         words=_to_words(tiled, codes).contiguous(),
@@ -151,6 +169,7 @@ def pack(weight: QuantizedTensor, *, as_bytes: bool = False) -> PackedWeight:
         codes=codes,
         shape=weight.shape,
         scheme=replace(scheme, activations=None),
+        gate_up=gate_up,
     )
 
 
@@ -158,12 +177,13 @@ def unpack(packed: PackedWeight) -> QuantizedTensor:
     """Inverse of :func:`pack`, to the bit; scales come back in float32, as weights alone."""
     (rows, columns), scheme = packed.shape, packed.scheme
     tiled = _from_words(packed.words, packed.codes).transpose(1, 2)
-    codes = tiled.reshape(packed.padded)[:rows, :columns].contiguous()
-    grid = packed.scales[:, :rows].t()
+    rows_of = slice(rows) if not packed.gate_up else gate_up_order(rows).argsort()
+    codes = tiled.reshape(packed.padded)[rows_of, :columns].contiguous()
+    grid = packed.scales[:, rows_of].t()
     if scheme.strategy == "group":
         zeros, grid = (grid & ZERO_MASK) * packed.codes.zero_unit, grid & ~ZERO_MASK
     elif packed.zeros is not None:
-        zeros = packed.zeros[:rows, None]
+        zeros = packed.zeros[rows_of, None]
     else:
         zeros = torch.full_like(grid, scheme.symmetric_zero)
     height, width = scheme.block_shape(packed.shape)
@@ -209,13 +229,13 @@ def _grid(
     return scales.repeat_interleave(repeats, dim=1)[:, :steps].t(), None
 
 
-def _filled(weight: QuantizedTensor, codes: Codes, rows: int, columns: int) -> Tensor:
-    """Codes as uint8 with more rows, whose scale is 0, and columns, whose code is the zero."""
+def _with_columns(weight: QuantizedTensor, columns: int) -> Tensor:
+    """Codes as uint8 with more columns, whose code is the row's zero."""
     stored = weight.codes.view(torch.uint8)
-    if columns:
-        zeros = affine.per_row(weight.zeros, weight.scheme, weight.shape)[:, -1:]
-        stored = torch.cat((stored, zeros.expand(-1, columns)), dim=1)
-    return functional.pad(stored, (0, 0, 0, rows), value=codes.zero)
+    if not columns:
+        return stored
+    zeros = affine.per_row(weight.zeros, weight.scheme, weight.shape)[:, -1:]
+    return torch.cat((stored, zeros.expand(-1, columns)), dim=1)
 
 
 def _to_words(codes: Tensor, kind: Codes) -> Tensor:

@@ -24,7 +24,13 @@ from qtool.runtime.kernels.triton.config import (
 )
 from qtool.runtime.kernels.triton.dequantize import dequantize
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
-from qtool.runtime.kernels.triton.layout import Codes, PackedWeight, pack
+from qtool.runtime.kernels.triton.layout import (
+    GATE_ROWS,
+    Codes,
+    PackedWeight,
+    gate_up_order,
+    pack,
+)
 from qtool.runtime.kernels.triton.round_input import RoundedInput, round_input
 from qtool.runtime.kernels.triton.target import Target
 from qtool.runtime.kernels.triton.weight_gemm import weight_gemm
@@ -46,6 +52,9 @@ class PackedLinear(LinearOp):
         self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, place: Place
     ) -> None:
         self.weight, self.dtype = weight, dtype
+        self.gates = weight.gate_up
+        if bias is not None and self.gates:
+            bias = bias[gate_up_order(len(bias)).to(bias.device)]
         self._bias, self._place = bias, place
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
         self.kernel = f"triton {weight.codes.value} x {str(dtype).removeprefix('torch.')}"
@@ -61,10 +70,24 @@ class PackedLinear(LinearOp):
     def __call__(self, x: Tensor) -> Tensor:
         tiles = self.configs[bucket_of(x.shape[0])]
         if tiles is None:
-            return functional.linear(x, dequantize(self.weight, x.dtype), self._bias)
-        out = result_like(x, self.weight.shape[0])
+            dense = dequantize(self.weight, x.dtype)
+            bias = None if self._bias is None else self._bias.to(x.dtype)
+            return self._gated(functional.linear(x, dense, bias))
+        out = result_like(x, self._width)
         self.multiply(x, out, tiles)
         return out.to(x.dtype)
+
+    @property
+    def _width(self) -> int:
+        """Columns of a result."""
+        return self.weight.shape[0] // 2 if self.gates else self.weight.shape[0]
+
+    def _gated(self, out: Tensor) -> Tensor:
+        """What the vendor's GEMM gave, gated if it is a gate and its up projection."""
+        if not self.gates:
+            return out
+        gate, up = out.unflatten(1, (-1, 2, GATE_ROWS)).float().unbind(2)
+        return (functional.silu(gate) * up).flatten(1).to(out.dtype)
 
     def multiply(self, x: Tensor, out: Tensor, tiles: Tiles) -> None:
         """``out = x @ weight.T + bias`` in these tiles."""
@@ -109,10 +132,12 @@ class RoundedLinear(PackedLinear):
         bias: Tensor | None,
         dtype: torch.dtype,
         place: Place,
+        *,
+        gate_up: bool = False,
     ) -> None:
         assert weight.scheme.activations is not None
         as_bytes = multiplies_codes(weight, place.target)
-        super().__init__(pack(weight, as_bytes=as_bytes), bias, dtype, place)
+        super().__init__(pack(weight, as_bytes=as_bytes, gate_up=gate_up), bias, dtype, place)
         self._scheme: ActivationScheme = weight.scheme.activations
         self._static = None if weight.input_scale is None else weight.input_scale.float()
         kind = "INT8" if self._scheme.type == "int" else "FP8"
@@ -126,8 +151,8 @@ class RoundedLinear(PackedLinear):
             dense = dequantize(self.weight, rounded.codes.dtype)
             out = functional.linear(rounded.codes[:, : x.shape[1]], dense).float()
             out *= rounded.scales[:, None]
-            return (out if self._bias is None else out + self._bias).to(x.dtype)
-        out = result_like(x, self.weight.shape[0])
+            return self._gated(out if self._bias is None else out + self._bias).to(x.dtype)
+        out = result_like(x, self._width)
         self.multiply_rounded(rounded, out, tiles)
         return out.to(x.dtype)
 

@@ -132,7 +132,6 @@ def weight_gemm(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     token_scales: Tensor | None = None,
-    gated: bool = False,
     asm: bool,
 ) -> None:
     """``out = x @ weight.T * token_scales + bias + residual``; nothing is allocated or read back.
@@ -140,20 +139,19 @@ def weight_gemm(
     Args:
         x: [M, K'] contiguous, float16 or bfloat16; columns beyond the weight's are 0.
         weight: packed for 16-bit products.
-        out: [M, N] contiguous, in any floating dtype; [M, N / 2] where gated.
+        out: [M, N] contiguous, in any floating dtype; [M, N / 2], ``silu(gate) * up``, for a
+            weight of these two.
         tiles: of :func:`.config.select_config`.
         workspace: with room for them.
-        bias: [N].
+        bias: [N], in the order of the packed rows.
         residual: like ``out``.
         token_scales: float32 [M].
-        gated: whether the rows are a gate and its up projection, in turns of eight
-            (:func:`.layout.interleave_gate`); the result is ``silu(gate) * up``.
         asm: whether the GPU speaks PTX.
 
     Raises:
         ValueError: a shape or dtype that breaks this contract.
     """
-    _check(x, weight, out, gated)
+    _check(x, weight, out)
     shape, interpreted = shape_of(weight), is_interpreted()
     dtype = torch.float32 if interpreted and x.dtype == torch.bfloat16 else x.dtype
     grid = (-(-x.shape[0] // tiles.block_m), shape.rows // tiles.block_n, tiles.splits)
@@ -171,7 +169,7 @@ def weight_gemm(
         x.shape[0],
         weight.shape[0],
         shape.steps,
-        **constants(shape, tiles, dtype, gated=gated, asm=asm and not interpreted),
+        **constants(shape, tiles, dtype, gated=weight.gate_up, asm=asm and not interpreted),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -197,10 +195,10 @@ def constants(
     }
 
 
-def _check(x: Tensor, weight: PackedWeight, out: Tensor, gated: bool) -> None:
+def _check(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16) or weight.words.dtype != torch.int16:
         raise ValueError(f"x of {x.dtype} with words of {weight.words.dtype}: 16 bits each")
-    width = weight.shape[0] // 2 if gated else weight.shape[0]
+    width = weight.shape[0] // 2 if weight.gate_up else weight.shape[0]
     expected = (x.shape[0], weight.padded[1]), (x.shape[0], width)
     if (tuple(x.shape), tuple(out.shape)) != expected:
         raise ValueError(f"x {tuple(x.shape)}, out {tuple(out.shape)}: expected {expected}")

@@ -70,6 +70,34 @@ def test_a_layer_is_the_references(scheme: WeightScheme, dtype: torch.dtype, arc
     assert relative_error(out, theirs(x.float()).double()) < LAYER_BOUND[dtype]
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("scheme", LAYERS, ids=WeightScheme.describe)
+def test_a_gate_and_its_up_projection_are_gated_in_the_products_end(
+    scheme: WeightScheme, arch: str
+) -> None:
+    weight = make_weight(scheme, 160, 256, input_scale=0.02 if scheme.has_input_scale else None)
+    bias = make_input(1, 160, torch.float32)[0]
+    ours = _backend(arch, torch.float16).gate_up(weight, bias, "silu")
+    reference = ReferenceBackend(CPU, torch.float32)
+    theirs = reference.gate_up(weight, bias, "silu")
+    x = make_input(5, 256, torch.float16)
+    expected = reference.silu_mul(theirs(x.float()))
+    assert ours.gates == (scheme.strategy != "block")
+    if not ours.gates:
+        return
+    assert relative_error(ours(x), expected.double()) < 1e-3
+    assert isinstance(ours, linears.PackedLinear)
+    if scheme.type == "int" and scheme.activations is None:
+        ours.configs[8] = None
+        assert relative_error(ours(x), expected.double()) < 2e-3
+
+
+def test_other_activations_and_odd_widths_are_not_gated() -> None:
+    backend = _backend("sm_90", torch.float16)
+    assert not backend.gate_up(make_weight(LAYERS[0], 160, 128), None, "gelu_tanh").gates
+    assert not backend.gate_up(make_weight(LAYERS[0], 72, 128), None, "silu").gates
+
+
 def test_long_prompts_dequantize_and_multiply_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "LONG_PROMPT", 1025)
     for scheme in (LAYERS[0], LAYERS[4]):

@@ -13,6 +13,7 @@ from qtool.quantize.rtn import quantize_rtn
 from qtool.runtime.kernels.triton.layout import (
     TILE_ROWS,
     Codes,
+    gate_up_order,
     pack,
     unpack,
     why_not_packable,
@@ -64,6 +65,18 @@ def test_packing_and_unpacking_give_every_bit_back(
         assert torch.equal(back.codes.view(torch.uint8), weight.codes.view(torch.uint8))
         assert torch.equal(back.scales, weight.scales.float())
         assert torch.equal(back.zeros, weight.zeros)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=WeightScheme.describe)
+def test_a_gate_and_its_up_projection_take_turns_and_come_back(scheme: WeightScheme) -> None:
+    weight = _quantized(scheme, 288, _fitting(scheme, 100))
+    packed = pack(weight, gate_up=True)
+    assert gate_up_order(32).tolist()[:17] == [*range(8), *range(16, 24), 8]
+    back = unpack(packed)
+    assert torch.equal(back.codes.view(torch.uint8), weight.codes.view(torch.uint8))
+    assert torch.equal(back.scales, weight.scales.float())
+    assert torch.equal(back.zeros, weight.zeros)
+    assert not torch.equal(packed.words, pack(weight).words)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=WeightScheme.describe)
