@@ -1,7 +1,9 @@
 # make demo        quantize, evaluate and serve a small model, and ask it a question
 # make test        the fast tests
-# make check       what CI runs: lint, types, the wheel, the fast tests
+# make check       what CI runs: lint, types, the wheel, the fast tests, the kernels
+# make kernels     compile the GPU kernels and count their machine code; needs no GPU
 # make check-slow  the slow tests
+# make gpu-check   check and time the kernels on a GPU; installs nothing, PYTHON's packages are used
 # make format      let ruff rewrite what it can
 # make docs        write docs/cli.md from the commands' help
 # make peers       install what benchmarks/peers.py compares with: a native build of llama.cpp,
@@ -42,7 +44,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 PYTEST = $(BIN)/python -m pytest
 
-.PHONY: demo test check check-slow lint types wheel format docs peers clean
+.PHONY: demo test check check-slow lint types wheel kernels gpu-check format docs peers clean
 .DELETE_ON_ERROR:
 # Two targets may need pip in the same environment, and pip does not lock it.
 .NOTPARALLEL:
@@ -53,7 +55,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(PYTEST)
 
-check: lint types wheel test
+check: lint types wheel test kernels
 
 check-slow: $(VENV)/.test
 	$(PYTEST) -m slow
@@ -67,6 +69,12 @@ types: $(VENV)/.dev
 
 wheel: $(VENV)/.test
 	$(PYTEST) -m slow tests/test_packaging.py
+
+kernels: $(VENV)/.test
+	$(BIN)/qtool kernels check
+
+gpu-check:
+	PYTHONPATH=.typecheck $(PYTHON) benchmarks/gpu_check.py --csv gpu-check.csv
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix

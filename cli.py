@@ -384,6 +384,27 @@ def doctor(build: bool, as_json: bool) -> None:
     command.run(Show(as_json), build)
 
 
+@main.group()
+def kernels() -> None:
+    """The GPU kernels, without a GPU."""
+
+
+@kernels.command()
+@click.option("--all", "everything", is_flag=True, help="Also those without a budget; a long run.")
+@click.option("--arch", "arches", multiple=True, help="Only this GPU, such as sm_90; repeatable.")
+@output_options
+def check(everything: bool, arches: tuple[str, ...], as_json: bool, quiet: bool) -> None:
+    """Compile the kernels for GPUs that are not there and count their machine code.
+
+    Exit code 1 if one spills, takes too much shared memory, multiplies with another instruction
+    than meant, moves data between threads in its main loop, or exceeds its budget.
+    """
+    from qtool.commands import kernels as command
+    from qtool.commands.console import Show
+
+    command.run(Show(as_json, quiet), everything=everything, arches=arches)
+
+
 @main.command()
 @click.option("--out", type=click.Path(path_type=Path), help="Keep the checkpoint here.")
 def demo(out: Path | None) -> None:

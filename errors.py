@@ -6,6 +6,7 @@
       CheckpointError          files on disk are missing, damaged or contradict each other
       CalibrationError         text that cannot calibrate or evaluate a model
       QuantizationError        a plan or a weight that cannot be quantized as asked
+      KernelError              a kernel's machine code is not what it must be
       RequestError             HTTP 400: one request is wrong, the engine is not
       EngineError              HTTP 500: the engine stopped or cannot start
 
@@ -42,6 +43,10 @@ class CalibrationError(QtoolError):
 
 class QuantizationError(QtoolError):
     """A plan or a weight cannot be quantized as asked."""
+
+
+class KernelError(QtoolError):
+    """A kernel's machine code breaks a promise of docs/kernels.md."""
 
 
 class RequestError(QtoolError):

@@ -85,6 +85,8 @@ class Mlp:
     def __call__(self, x: Tensor, backend: Backend) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         gate_up = self.gate_up(x)
+        if self.gate_up.gates:
+            return self.down(gate_up)
         if self.activation == "silu":
             return self.down(backend.silu_mul(gate_up))
         return self.down(backend.gelu_mul(gate_up))

@@ -16,7 +16,7 @@ from qtool.formats.kv_scales import KvScales, kv_scale_names, read_kv_scales
 from qtool.formats.registry import stored_linears
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import QuantizedTensor, can_stack, concatenate_rows
-from qtool.runtime.config import DecoderConfig, MoeConfig, parse_decoder_config
+from qtool.runtime.config import Activation, DecoderConfig, MoeConfig, parse_decoder_config
 from qtool.runtime.kernels.backend import (
     AttentionScope,
     Backend,
@@ -186,7 +186,7 @@ class DecoderBuilder:
         if self._config.family.fused:
             gate_up, sizes = [f"{prefix}.gate_up_proj"], [2 * width]
         return Mlp(
-            self._linear(gate_up, sizes, hidden, bias),
+            self._linear(gate_up, sizes, hidden, bias, self._config.activation),
             self._linear([f"{prefix}.{names[2]}"], [hidden], width, bias),
             self._config.activation,
         )
@@ -226,8 +226,18 @@ class DecoderBuilder:
         tensor = _checked(name, self._source.tensor(name), shape)
         return tensor.to(self._backend.device, torch.float32) + self._config.family.norm_offset
 
-    def _linear(self, modules: list[str], rows: list[int], columns: int, bias: bool) -> LinearOp:
-        """One operation for modules that read the same input, stacked along their rows."""
+    def _linear(
+        self,
+        modules: list[str],
+        rows: list[int],
+        columns: int,
+        bias: bool,
+        activation: Activation | None = None,
+    ) -> LinearOp:
+        """One operation for modules that read the same input, stacked along their rows.
+
+        ``activation`` is that between a gate and its up projection, if they are the modules.
+        """
         weights = [
             _checked(module, self._source.weight(module), (size, columns))
             for module, size in zip(modules, rows, strict=True)
@@ -237,12 +247,15 @@ class DecoderBuilder:
             for module, size in zip(modules, rows, strict=True)
         ]
         _refuse_mixture(modules, weights)
-        operation = self._operation(weights, biases)
+        operation = self._operation(weights, biases, activation)
         self._linears[", ".join(modules)] = operation
         return operation
 
     def _operation(
-        self, weights: list[Tensor | QuantizedTensor], biases: list[Tensor | None]
+        self,
+        weights: list[Tensor | QuantizedTensor],
+        biases: list[Tensor | None],
+        activation: Activation | None,
     ) -> LinearOp:
         """Weights that read the same input as one stacked weight, or side by side."""
         quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
@@ -251,7 +264,12 @@ class DecoderBuilder:
             return SideBySide([self._one(w, b) for w, b in zip(weights, biases, strict=True)])
         stacked = concatenate_rows(quantized) if quantized else torch.cat(dense)
         given = [bias for bias in biases if bias is not None]
-        return self._one(stacked, torch.cat(given) if given else None)
+        stacked_bias = torch.cat(given) if given else None
+        if activation is None:
+            return self._one(stacked, stacked_bias)
+        return self._in_order(
+            stacked, lambda weight: self._backend.gate_up(weight, stacked_bias, activation)
+        )
 
     def _one(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         return self._in_order(weight, lambda prepared: self._backend.linear(prepared, bias))
@@ -305,4 +323,5 @@ def load_decoder(
     source = WeightSource(reader)
     builder = DecoderBuilder(source, config, backend)
     decoder = builder.build(length or config.max_position)
+    backend.warm_up()
     return decoder, source.stored

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from qtool.errors import UsageError
 from qtool.runtime.kernels.backend import Backend
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,42 @@ def select_backend(
         raise UsageError(f"backend cpu on device {device}: choose reference or auto there")
     if name == "reference":
         return Selection(ReferenceBackend(device, dtype), "asked for", ())
-    if device.type == "cpu":
+    if device.type == "cpu" and name != "triton":
         return _select_cpu(device, dtype, cpu_compute, quantized, batch_invariant)
+    return _select_triton(name, device, dtype, batch_invariant)
+
+
+def _select_triton(
+    name: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool
+) -> Selection:
+    """Triton where there is a GPU it was checked for; on a CPU in its interpreter, for tests."""
+    target = obstacle = None
+    if batch_invariant:
+        obstacle = "how its products are split depends on the batch"
+    elif importlib.util.find_spec("triton") is None:
+        obstacle = "triton is not installed"
+    else:
+        from qtool.runtime.kernels.triton.launch import is_interpreted
+        from qtool.runtime.kernels.triton.target import detect_target, sample_target
+
+        if device.type == "cpu":
+            target = sample_target("sm_90") if is_interpreted() else None
+            obstacle = "it needs a GPU, or TRITON_INTERPRET=1 for tests"
+        else:
+            target = detect_target(device)
+            obstacle = f"no kernel was checked for {torch.cuda.get_device_name(device)}"
+    if target is not None:
+        from qtool.runtime.kernels.triton.backend import TritonBackend
+
+        note = "attention runs on plain torch, row by row: correct, but slow"
+        return Selection(TritonBackend(device, dtype, target), f"a GPU: {target.arch}", (note,))
+    if name == "triton":
+        raise UsageError(f"backend triton on device {device}: {obstacle}; use auto")
+    from qtool.runtime.kernels.reference import ReferenceBackend
+
     return Selection(
         ReferenceBackend(device, dtype),
-        f"there are no kernels for {device.type} yet",
+        obstacle or "",
         (f"plain torch runs on {device}: correct, but slow; quantized weights are held dense",),
     )
 

@@ -64,6 +64,7 @@ class LinearOp(ABC):
     kernel: str  # what runs, for the load plan
     obstacle: str = ""  # why it is not the kernel the back end is there for
     num_bytes: int  # memory its weights take
+    gates: bool = False  # whether the result of Backend.gate_up is gated already, [M, K]
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -94,6 +95,7 @@ class ReorderedInput(LinearOp):
         self._linear, self._order = linear, order
         self.num_bytes = linear.num_bytes + order.numel() * order.element_size()
         self.kernel = f"{linear.kernel}, inputs reordered"
+        self.gates, self.obstacle = linear.gates, linear.obstacle
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x.index_select(1, self._order))
@@ -114,6 +116,16 @@ class Backend(ABC):
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         """Prepare a weight [out_features, in_features] once, at load."""
 
+    def gate_up(
+        self, weight: Tensor | QuantizedTensor, bias: Tensor | None, activation: str
+    ) -> LinearOp:
+        """Prepare a gate stacked on its up projection, [2 * K, in_features].
+
+        The operation gives both, [M, 2 * K]; or, where it says that it ``gates``, their gated
+        product.
+        """
+        return self.linear(weight, bias)
+
     def head(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         """Prepare the head; it computes in float32.
 
@@ -124,6 +136,10 @@ class Backend(ABC):
     def router(self, weight: Tensor) -> LinearOp:
         """Prepare a small plain weight that decides; float32, so that near ties do not flip."""
         return type(self)(self.device, torch.float32).linear(weight, None)
+
+    def warm_up(self) -> None:
+        """Compile what serving can need; once, when all weights are prepared."""
+        return
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,159 @@
+"""A prediction, not a measurement: how near to a GPU's memory its machine code lets a GEMM come.
+
+    python benchmarks/static_roofline.py            # a Markdown table
+    python benchmarks/static_roofline.py --tokens 16
+
+Each kernel that serving would choose is compiled, its main loop counted, and three times are
+compared for a layer's product:
+
+memory    bytes of weights, scales, activations and results over the specified bandwidth
+issue     instructions a weight, over 128 thread instructions a clock and multiprocessor
+latency   bytes in flight, by stages and by programs that fit on a multiprocessor, against what
+          Little's law asks for at 700 ns
+
+The prediction is memory's time over the longest of the three. It leaves out launches, the last
+wave, and everything a scheduler cannot hide, so a measurement will be lower.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from qtool.runtime.kernels.triton.aot import compile_gemm
+from qtool.runtime.kernels.triton.config import GemmShape, Tiles, select_config
+from qtool.runtime.kernels.triton.gate import gemm_shape, instructions_per_weight
+from qtool.runtime.kernels.triton.layout import Codes
+from qtool.runtime.kernels.triton.machine_code import MachineCode, read_code
+from qtool.runtime.kernels.triton.target import Target
+
+LATENCY = 700e-9
+REGISTERS = 65536
+MAX_THREADS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU by its data sheet: bytes a second and clocks a second."""
+
+    name: str
+    target: Target
+    bandwidth: float
+    clock: float
+
+
+GPUS = (
+    Gpu("A100 80 GB", Target("sm_80", 108), 2.04e12, 1.41e9),
+    Gpu("H100 SXM", Target("sm_90", 132), 3.35e12, 1.70e9),
+    Gpu("H200", Target("sm_90", 132), 4.8e12, 1.70e9),
+)
+# (out features, in features), projections of one input stacked as they run.
+LAYERS: Mapping[str, tuple[int, int]] = {
+    "8B q, k, v": (6144, 4096),
+    "8B gate, up": (28672, 4096),
+    "8B down": (4096, 14336),
+    "70B gate, up": (57344, 8192),
+    "70B down": (8192, 28672),
+}
+KERNELS: Mapping[str, GemmShape] = {
+    "W4A16 g128": gemm_shape(Codes.INT4, 128),
+    "W8A16": gemm_shape(Codes.INT8, None),
+    "W8A8 INT8": gemm_shape(Codes.INT8_BYTES, None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of one product, and what follows from them.
+
+    Attributes:
+        fraction: of the bandwidth that the main loop can use.
+        speedup: over an ideal product of 16-bit weights.
+    """
+
+    memory: float
+    issue: float
+    latency: float
+    fraction: float
+    speedup: float
+
+
+def shape_for(kernel: GemmShape, rows: int, columns: int) -> GemmShape:
+    """The same kind of weight in another size."""
+    return replace(kernel, rows=rows, steps=columns // kernel.step)
+
+
+def moved_bytes(shape: GemmShape, tokens: int) -> float:
+    """Bytes of weights, scales, activations and 16-bit results."""
+    columns = shape.steps * shape.step
+    bits = 4 if shape.codes is Codes.INT4 else 8
+    scales = shape.rows * 4 * (shape.steps if shape.grouped else 1)
+    activations = tokens * columns * (1 if shape.is_bytes else 2)
+    return shape.rows * columns * bits / 8 + scales + activations + tokens * shape.rows * 2
+
+
+def programs_per_sm(code: MachineCode, tiles: Tiles, target: Target) -> int:
+    """Programs that fit on a multiprocessor."""
+    threads = 32 * tiles.num_warps
+    by_registers = REGISTERS // (max(code.registers, 1) * threads)
+    by_memory = target.shared_memory // max(code.shared, 1)
+    return max(1, min(by_registers, by_memory, MAX_THREADS // threads))
+
+
+def predict(gpu: Gpu, shape: GemmShape, tiles: Tiles, code: MachineCode, tokens: int) -> Prediction:
+    """The three times, and the longest of them."""
+    weights = shape.rows * shape.steps * shape.step
+    passes = -(-tokens // tiles.block_m)
+    memory = moved_bytes(shape, tokens) / gpu.bandwidth
+    rate = gpu.target.num_sms * 128 * gpu.clock
+    per_weight = instructions_per_weight(code, shape, tiles, gpu.target)
+    issue = per_weight * weights * passes / rate
+    programs = shape.rows // tiles.block_n * tiles.splits * passes
+    resident = min(programs / gpu.target.num_sms, programs_per_sm(code, tiles, gpu.target))
+    itemsize = 1 if shape.is_bytes else 2
+    stage = tiles.block_n * shape.step * itemsize / shape.codes.planes
+    in_flight = resident * (tiles.num_stages - 1) * stage * gpu.target.num_sms
+    latency = memory * max(1.0, gpu.bandwidth * LATENCY / in_flight)
+    ideal = weights * 2 / gpu.bandwidth
+    longest = max(memory, issue, latency)
+    return Prediction(memory, issue, latency, memory / longest, ideal / longest)
+
+
+def rows(tokens: int) -> Iterator[tuple[str, ...]]:
+    """A row of text for each kernel, layer and GPU."""
+    for gpu in GPUS:
+        for kernel, kind in KERNELS.items():
+            for layer, (out_features, in_features) in LAYERS.items():
+                shape = shape_for(kind, out_features, in_features)
+                tiles = select_config(gpu.target, shape, tokens)
+                assert tiles is not None
+                code = read_code(compile_gemm(gpu.target, shape, tiles, torch.float16))
+                found = predict(gpu, shape, tiles, code, tokens)
+                times = (found.memory, found.issue, found.latency)
+                yield (
+                    gpu.name,
+                    kernel,
+                    layer,
+                    *(f"{1e6 * seconds:.1f}" for seconds in times),
+                    f"{found.fraction:.0%}",
+                    f"{found.speedup:.2f}",
+                )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8)
+    tokens = parser.parse_args().tokens
+    print(f"Prediction for {tokens} tokens; microseconds.\n")
+    names = ("GPU", "kernel", "layer", "memory", "issue", "latency", "of memory", "x 16 bits")
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for row in rows(tokens):
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Kernels compiled for a GPU that is not there.
+
+Triton and its ptxas need no driver to make machine code. What the launcher would otherwise say
+about arguments (their types, and that pointers are multiples of 16) is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qtool.errors import UsageError
+from qtool.runtime.kernels.triton import byte_gemm, weight_gemm
+from qtool.runtime.kernels.triton.config import GemmShape, Tiles
+from qtool.runtime.kernels.triton.launch import is_interpreted
+from qtool.runtime.kernels.triton.layout import Codes
+from qtool.runtime.kernels.triton.target import Target
+
+# Triton's names of dtypes, a pointer's behind a star.
+TYPES: Mapping[torch.dtype, str] = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel's code.
+
+    Attributes:
+        shared: bytes of shared memory a program uses.
+        cubin: machine code, on NVIDIA.
+        assembly: text, on AMD.
+    """
+
+    shared: int
+    cubin: bytes | None
+    assembly: str | None
+
+
+def compile_kernel(
+    kernel: Any,
+    arguments: Mapping[str, str],
+    constants: Mapping[str, Any],
+    target: Target,
+    tiles: Tiles,
+) -> Compiled:
+    """Machine code of one form of a kernel.
+
+    Args:
+        arguments: Triton's type of each argument; pointers are taken to be aligned to 16 bytes.
+            Those that are missing here and in ``constants`` are ``None``.
+        constants: compile-time parameters.
+
+    Raises:
+        UsageError: the interpreter is on, which compiles nothing.
+    """
+    if is_interpreted():
+        raise UsageError("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
+    names = list(kernel.arg_names)
+    absent = {name: None for name in names if name not in arguments and name not in constants}
+    constexprs = {**constants, **absent}
+    signature = {name: arguments.get(name, "constexpr") for name in names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name == "N"
+    }
+    gpu = GPUTarget("cuda", target.capability, 32)
+    if not target.is_nvidia:
+        gpu = GPUTarget("hip", target.arch, 64)
+    source = ASTSource(kernel, signature, constexprs, aligned)
+    # Fused multiply-adds are Triton's default until 3.10; said here so that counts stay.
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    code = triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
+    return Compiled(int(code.metadata.shared), code.asm.get("cubin"), code.asm.get("amdgcn"))
+
+
+def compile_gemm(target: Target, shape: GemmShape, tiles: Tiles, dtype: torch.dtype) -> Compiled:
+    """A GEMM as its wrapper would launch it, without bias, residual or gate.
+
+    Args:
+        dtype: of activations, or for 8-bit products of the result.
+    """
+    pointers = {
+        "scales_ptr": torch.int32,
+        "out_ptr": dtype,
+        "partials_ptr": torch.float32,
+        "locks_ptr": torch.int32,
+    }
+    if shape.is_bytes:
+        code = torch.int8 if shape.codes is Codes.INT8_BYTES else torch.float8_e4m3fn
+        pointers |= {"x_ptr": code, "words_ptr": code, "token_scales_ptr": torch.float32}
+        kernel: Any = byte_gemm.byte_gemm_kernel
+        asm = target.is_nvidia and target.capability < 90
+        constants = byte_gemm.constants(shape, tiles, gated=False, asm=asm)
+    else:
+        pointers |= {"x_ptr": dtype, "words_ptr": torch.int16}
+        if shape.zeros == "rows":
+            pointers["zeros_ptr"] = torch.int32
+        kernel = weight_gemm.weight_gemm_kernel
+        constants = weight_gemm.constants(shape, tiles, dtype, gated=False, asm=target.is_nvidia)
+    arguments = {name: f"*{TYPES[kind]}" for name, kind in pointers.items()}
+    arguments |= dict.fromkeys(("M", "N", "steps"), "i32")
+    return compile_kernel(kernel, arguments, constants, target, tiles)

@@ -1,0 +1,145 @@
+"""The GPU back end: Triton for quantized linears, norms and gates.
+
+Plain weights are multiplied by the vendor's GEMM. Attention is still the reference's, in plain
+torch. What has no packed form (odd groups, scales of more than 20 bits, FP8 in blocks below
+sm_89, float32) is held dense, and says so in its kernel's name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtool.formats.tensor import QuantizedTensor
+from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.cpu.torch_ops import DenseLinear
+from qtool.runtime.kernels.reference import (
+    ReferenceBackend,
+    RoundedInputLinear,
+    dense_weight,
+    rounds_input,
+)
+from qtool.runtime.kernels.triton.config import TileTable
+from qtool.runtime.kernels.triton.gated import gated
+from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
+from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
+from qtool.runtime.kernels.triton.linear import (
+    PackedLinear,
+    Place,
+    RoundedLinear,
+    multiplies_codes,
+    result_like,
+)
+from qtool.runtime.kernels.triton.norm import rms_norm
+from qtool.runtime.kernels.triton.target import Target
+
+
+class TritonBackend(ReferenceBackend):
+    """See the module's text.
+
+    Args:
+        target: the GPU.
+        table: tiles that ``qtool tune`` found, or ``None``.
+    """
+
+    name = "triton"
+    norm_kernel = "triton"
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        target: Target,
+        table: TileTable | None = None,
+    ) -> None:
+        super().__init__(device, dtype)
+        self.target, self._place = target, Place(target, Workspace.on(device), table)
+        self._packed: list[PackedLinear] = []
+
+    def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
+        bias = None if bias is None else bias.to(self.device)
+        if isinstance(weight, QuantizedTensor):
+            return self._quantized(weight.to(self.device), bias)
+        dense = weight.to(self.device, self.dtype).contiguous()
+        return DenseLinear(dense, None if bias is None else bias.to(self.dtype))
+
+    def gate_up(
+        self, weight: Tensor | QuantizedTensor, bias: Tensor | None, activation: str
+    ) -> LinearOp:
+        """SiLU and the product are part of the GEMM's end, for packed weights in turns of eight.
+
+        Not for FP8 in blocks: their kernel has one scale for all rows of a tile.
+        """
+        if (
+            isinstance(weight, QuantizedTensor)
+            and activation == "silu"
+            and weight.scheme.strategy != "block"
+            and weight.shape[0] % (2 * GATE_ROWS) == 0
+        ):
+            bias = None if bias is None else bias.to(self.device)
+            return self._quantized(weight.to(self.device), bias, gate_up=True)
+        return self.linear(weight, bias)
+
+    def _quantized(
+        self, weight: QuantizedTensor, bias: Tensor | None, *, gate_up: bool = False
+    ) -> LinearOp:
+        if reason := self._why_dense(weight):
+            return self._held_dense(weight, bias, reason)
+        operation: PackedLinear
+        if rounds_input(weight):
+            operation = RoundedLinear(weight, bias, self.dtype, self._place, gate_up=gate_up)
+        else:
+            operation = PackedLinear(pack(weight, gate_up=gate_up), bias, self.dtype, self._place)
+        self._packed.append(operation)
+        return operation
+
+    def _why_dense(self, weight: QuantizedTensor) -> str | None:
+        """What keeps a weight from the kernels, or ``None``."""
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            return f"computing in {self.dtype}"
+        blocks = rounds_input(weight) and weight.scheme.strategy == "block"
+        if blocks and not multiplies_codes(weight, self.target):
+            return f"FP8 in blocks on {self.target.arch}"
+        return why_not_packable(weight)
+
+    def _held_dense(self, weight: QuantizedTensor, bias: Tensor | None, reason: str) -> LinearOp:
+        operation: LinearOp
+        if rounds_input(weight):
+            operation = RoundedInputLinear(weight, bias)
+        else:
+            bias = None if bias is None else bias.to(self.dtype)
+            operation = DenseLinear(dense_weight(weight, self.dtype).contiguous(), bias)
+        operation.kernel = f"{operation.kernel}, held dense: {reason}"
+        return operation
+
+    def head(self, weight: Tensor | QuantizedTensor) -> LinearOp:
+        return self._in_float32(weight)
+
+    def router(self, weight: Tensor) -> LinearOp:
+        return self._in_float32(weight)
+
+    def _in_float32(self, weight: Tensor | QuantizedTensor) -> LinearOp:
+        return TritonBackend(self.device, torch.float32, self.target).linear(weight, None)
+
+    def warm_up(self) -> None:
+        """Compile every configuration of every packed weight; the interpreter compiles nothing."""
+        if is_interpreted():
+            return
+        for operation in self._packed:
+            operation.warm_up()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        rms_norm(x.contiguous(), weight, eps, out)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, gelu=True)
+
+    def _gated(self, gate_up: Tensor, *, gelu: bool) -> Tensor:
+        out = result_like(gate_up, gate_up.shape[1] // 2)
+        gated(gate_up.contiguous(), out, gelu=gelu)
+        return out.to(gate_up.dtype)

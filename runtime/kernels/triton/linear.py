@@ -1,0 +1,195 @@
+"""Linear layers over packed weights: which kernel, which tiles, what memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qtool.formats.scheme import ActivationScheme
+from qtool.formats.tensor import QuantizedTensor
+from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.triton.byte_gemm import byte_gemm
+from qtool.runtime.kernels.triton.config import (
+    BUCKETS,
+    LONG_PROMPT,
+    Tiles,
+    TileTable,
+    bucket_of,
+    select_config,
+    shape_of,
+)
+from qtool.runtime.kernels.triton.dequantize import dequantize
+from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
+from qtool.runtime.kernels.triton.layout import (
+    GATE_ROWS,
+    Codes,
+    PackedWeight,
+    gate_up_order,
+    pack,
+)
+from qtool.runtime.kernels.triton.round_input import RoundedInput, round_input
+from qtool.runtime.kernels.triton.target import Target
+from qtool.runtime.kernels.triton.weight_gemm import weight_gemm
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where linears run: the GPU, its tuned tiles, and the memory they share."""
+
+    target: Target
+    workspace: Workspace
+    table: TileTable | None = None
+
+
+class PackedLinear(LinearOp):
+    """``x @ weight.T + bias`` for a packed weight; its configurations are chosen at load."""
+
+    def __init__(
+        self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, place: Place
+    ) -> None:
+        self.weight, self.dtype = weight, dtype
+        self.gates = weight.gate_up
+        if bias is not None and self.gates:
+            bias = bias[gate_up_order(len(bias)).to(bias.device)]
+        self._bias, self._place = bias, place
+        self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
+        self.kernel = f"triton {weight.codes.value} x {str(dtype).removeprefix('torch.')}"
+        shape = shape_of(weight)
+        self.configs: dict[int, Tiles | None] = {
+            bucket: select_config(place.target, shape, bucket, place.table)
+            for bucket in (*BUCKETS, LONG_PROMPT)
+        }
+        for bucket, tiles in self.configs.items():
+            if tiles is not None and bucket != LONG_PROMPT:
+                place.workspace.reserve(shape.rows, bucket, tiles)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tiles = self.configs[bucket_of(x.shape[0])]
+        if tiles is None:
+            dense = dequantize(self.weight, x.dtype)
+            bias = None if self._bias is None else self._bias.to(x.dtype)
+            return self._gated(functional.linear(x, dense, bias))
+        out = result_like(x, self._width)
+        self.multiply(x, out, tiles)
+        return out.to(x.dtype)
+
+    @property
+    def _width(self) -> int:
+        """Columns of a result."""
+        return self.weight.shape[0] // 2 if self.gates else self.weight.shape[0]
+
+    def _gated(self, out: Tensor) -> Tensor:
+        """What the vendor's GEMM gave, gated if it is a gate and its up projection."""
+        if not self.gates:
+            return out
+        gate, up = out.unflatten(1, (-1, 2, GATE_ROWS)).float().unbind(2)
+        gated: Tensor = functional.silu(gate) * up
+        return gated.flatten(1).to(out.dtype)
+
+    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles) -> None:
+        """``out = x @ weight.T + bias`` in these tiles."""
+        padding = self.weight.padded[1] - x.shape[1]
+        x = functional.pad(x, (0, padding)) if padding else x.contiguous()
+        weight_gemm(
+            x,
+            self.weight,
+            out,
+            tiles,
+            self._place.workspace,
+            bias=self._bias,
+            asm=self._place.target.is_nvidia,
+        )
+
+    def warm_up(self) -> None:
+        """Compile everything a call can need."""
+        for tokens in self.warm_up_tokens():
+            self(torch.zeros(
+                tokens, self.weight.shape[1], dtype=self.dtype, device=self.weight.words.device
+            ))  # fmt: skip
+
+    def warm_up_tokens(self) -> Iterator[int]:
+        """One number of tokens for each different configuration."""
+        seen: set[Tiles | None] = set()
+        for bucket, tiles in self.configs.items():
+            if tiles not in seen:
+                seen.add(tiles)
+                yield bucket
+
+
+class RoundedLinear(PackedLinear):
+    """The same with the input rounded to 8 bits: W8A8 and FP8.
+
+    Where the GPU multiplies the codes, they are multiplied. FP8 below sm_89 multiplies their
+    values in float16, which holds e4m3 exactly, and scales tokens afterwards: the same result.
+    """
+
+    def __init__(
+        self,
+        weight: QuantizedTensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        place: Place,
+        *,
+        gate_up: bool = False,
+    ) -> None:
+        assert weight.scheme.activations is not None
+        as_bytes = multiplies_codes(weight, place.target)
+        super().__init__(pack(weight, as_bytes=as_bytes, gate_up=gate_up), bias, dtype, place)
+        self._scheme: ActivationScheme = weight.scheme.activations
+        self._static = None if weight.input_scale is None else weight.input_scale.float()
+        kind = "INT8" if self._scheme.type == "int" else "FP8"
+        way = "static" if self._static is not None else f"per {self._scheme.strategy}"
+        self.kernel = f"triton {kind} x {kind}, inputs {way}"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tiles = self.configs[bucket_of(x.shape[0])]
+        rounded = self._rounded(x.contiguous())
+        if tiles is None:
+            dense = dequantize(self.weight, rounded.codes.dtype)
+            out = functional.linear(rounded.codes[:, : x.shape[1]], dense).float()
+            out *= rounded.scales[:, None]
+            return self._gated(out if self._bias is None else out + self._bias).to(x.dtype)
+        out = result_like(x, self._width)
+        self.multiply_rounded(rounded, out, tiles)
+        return out.to(x.dtype)
+
+    def _rounded(self, x: Tensor) -> RoundedInput:
+        as_values = torch.float16 if self.weight.codes is Codes.FP8 else None
+        columns = self.weight.padded[1]
+        return round_input(x, self._scheme, columns, static=self._static, as_values=as_values)
+
+    def multiply_rounded(self, x: RoundedInput, out: Tensor, tiles: Tiles) -> None:
+        """``out = x @ weight.T + bias`` in these tiles, x rounded already."""
+        target, workspace = self._place.target, self._place.workspace
+        if self.weight.codes is Codes.FP8:
+            weight_gemm(
+                x.codes,
+                self.weight,
+                out,
+                tiles,
+                workspace,
+                bias=self._bias,
+                token_scales=x.scales,
+                asm=target.is_nvidia,
+            )
+        else:
+            old = target.is_nvidia and target.capability < 90
+            byte_gemm(
+                x.codes, x.scales, self.weight, out, tiles, workspace, bias=self._bias, asm=old
+            )
+
+
+def multiplies_codes(weight: QuantizedTensor, target: Target) -> bool:
+    """Whether a GPU multiplies 8-bit codes of this type; all here multiply integers."""
+    return weight.scheme.type == "int" or target.has_fp8
+
+
+def result_like(x: Tensor, columns: int) -> Tensor:
+    """Memory for a result: x's dtype, or float32 where the interpreter would cut bits off."""
+    wide = is_interpreted() and x.dtype == torch.bfloat16
+    dtype = torch.float32 if wide else x.dtype
+    return torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)

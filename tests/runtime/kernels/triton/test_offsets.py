@@ -1,0 +1,79 @@
+"""Offsets beyond 2**31: tiles far down in huge tensors, which are sparse files here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.formats.scheme import weight_scheme
+from support.gemm import make_input, make_weight, relative_error
+
+pytest.importorskip("triton")
+from triton.runtime.interpreter import interpreter_builder
+
+from qtool.runtime.kernels.triton.config import Tiles, shape_of
+from qtool.runtime.kernels.triton.layout import pack
+from qtool.runtime.kernels.triton.weight_gemm import (
+    constants,
+    weight_gemm_kernel,
+)
+
+FAR = 2**31
+
+
+def _sparse(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written."""
+    kind = torch.empty(0, dtype=dtype).numpy().dtype
+    return torch.from_numpy(np.memmap(path, dtype=kind, mode="w+", shape=shape))
+
+
+def _launch_at(
+    monkeypatch: pytest.MonkeyPatch, tile_m: int, tile_n: int, *tensors: Tensor | None, **more: int
+) -> None:
+    """One program, as if it were that tile of a grid nobody could run through."""
+    weight = make_weight(weight_scheme(4, False, 128), 64, 128)
+    tiles = Tiles(8, 64, 2, 3)
+    chosen = constants(shape_of(pack(weight)), tiles, torch.float16, gated=False, asm=False)
+    real = type(interpreter_builder).set_grid_idx
+
+    def shifted(x: int, y: int, z: int) -> None:
+        interpreter_builder.grid_dim = (tile_m + 1, tile_n + 1, 1)
+        real(interpreter_builder, tile_m, tile_n, z)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", shifted)
+    x, words, scales, out = tensors
+    weight_gemm_kernel[(1, 1, 1)](
+        x, words, scales, None, None, None, None, out, None, None, more["M"], more["N"], 1, **chosen
+    )
+
+
+def test_tokens_far_down_are_read_and_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = make_weight(weight_scheme(4, False, 128), 64, 128), make_input(8, 128, torch.half)
+    packed, first = pack(weight), FAR // 64
+    many = _sparse(tmp_path / "x", (first + 8, 128), torch.float16)
+    many[first:] = x
+    out = _sparse(tmp_path / "out", (first + 8, 64), torch.float16)
+    tensors = many, packed.words, packed.scales, out
+    _launch_at(monkeypatch, first // 8, 0, *tensors, M=first + 8, N=64)
+    expected = x.double() @ weight.dequantize().double().T
+    assert first * 64 >= FAR and relative_error(out[first:], expected) < 1e-3
+
+
+def test_weights_far_down_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = make_weight(weight_scheme(4, False, 128), 64, 128), make_input(8, 128, torch.half)
+    packed, tile = pack(weight), FAR // (64 * 32)
+    words = _sparse(tmp_path / "words", (tile + 1, 1, 64, 32), torch.int16)
+    words[tile] = packed.words[0]
+    rows = 64 * (tile + 1)
+    scales = _sparse(tmp_path / "scales", (1, rows), torch.int32)
+    scales[:, -64:] = packed.scales
+    out = _sparse(tmp_path / "out", (8, rows), torch.float16)
+    _launch_at(monkeypatch, 0, tile, x, words, scales, out, M=8, N=rows)
+    expected = x.double() @ weight.dequantize().double().T
+    assert relative_error(out[:, -64:], expected) < 1e-3

@@ -1,0 +1,124 @@
+"""Norms, gates, rounding of inputs and dequantization against plain torch, in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qtool.formats import activations
+from qtool.formats.scheme import ActivationScheme, WeightScheme, fp8_scheme, weight_scheme
+from support.gemm import fenced, make_input, make_weight
+
+pytest.importorskip("triton")
+from qtool.runtime.kernels.triton.dequantize import dequantize
+from qtool.runtime.kernels.triton.gated import gated
+from qtool.runtime.kernels.triton.layout import pack
+from qtool.runtime.kernels.triton.norm import rms_norm, rms_norm_rounded
+from qtool.runtime.kernels.triton.round_input import RoundedInput, round_input
+
+INT8 = ActivationScheme("int", "token")
+FP8 = ActivationScheme("float", "token")
+BLOCKS = ActivationScheme("float", "group")
+
+
+def _values(rounded: RoundedInput) -> Tensor:
+    codes, scales = rounded.codes.float(), rounded.scales
+    if scales.ndim == 1:
+        return codes * scales[:, None]
+    wide = scales.T.repeat_interleave(128, dim=1)[:, : codes.shape[1]]
+    return codes * wide
+
+
+@pytest.mark.parametrize("scheme", [INT8, FP8, BLOCKS], ids=lambda s: f"{s.type} {s.strategy}")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("columns", "padded"), [(128, 128), (100, 128), (300, 384)])
+def test_an_input_is_rounded_as_the_checkpoint_says_to_the_bit(
+    scheme: ActivationScheme, dtype: torch.dtype, columns: int, padded: int
+) -> None:
+    x = make_input(5, columns, dtype)
+    x[1] = 0
+    x[2] *= 1e-6
+    x[3] *= 1e3
+    rounded = round_input(fenced(x), scheme, padded)
+    assert torch.equal(_values(rounded)[:, :columns], activations.round_input(x, scheme))
+    assert not rounded.codes[:, columns:].float().any()
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_a_static_scale_saturates(kind: str) -> None:
+    scheme, static = ActivationScheme(kind, "tensor"), torch.tensor([0.01])
+    x = make_input(4, 96, torch.float32) * 10
+    rounded = round_input(x, scheme, 96, static=static)
+    assert torch.equal(_values(rounded), activations.round_input(x, scheme, static))
+    assert float(_values(rounded).abs().max() / static) < 448.1
+
+
+def test_every_float16_becomes_the_nearest_e4m3() -> None:
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    x = every[every.isfinite()].float().view(-1, 2048)
+    static = torch.ones(1)
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    scheme = ActivationScheme("float", "tensor")
+    codes = round_input(x, scheme, 2048, static=static).codes
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    values = round_input(x, scheme, 2048, static=static, as_values=torch.float16).codes
+    assert torch.equal(values.float(), expected.float())
+
+
+@pytest.mark.parametrize("columns", [64, 96, 130])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_the_norm_is_torchs(columns: int, with_residual: bool) -> None:
+    x, weight = make_input(5, columns, torch.float32), make_input(1, columns, torch.float32)[0]
+    residual = make_input(6, columns, torch.float32)[1:].contiguous() if with_residual else None
+    total = x if residual is None else x + residual
+    expected = functional.rms_norm(total, (columns,), weight, 1e-5)
+    out = torch.full_like(x, torch.nan)
+    rms_norm(fenced(x), weight, 1e-5, out, residual)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    if residual is not None:
+        assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("scheme", [INT8, FP8], ids=["INT8", "FP8"])
+def test_a_norm_rounds_its_result_as_the_two_would_one_after_the_other(
+    scheme: ActivationScheme,
+) -> None:
+    x, weight = make_input(5, 96, torch.float32), make_input(1, 96, torch.float32)[0]
+    normed = torch.empty_like(x)
+    rms_norm(x, weight, 1e-5, normed)
+    fused, apart = rms_norm_rounded(x, weight, 1e-5, scheme, 128), round_input(normed, scheme, 128)
+    assert torch.equal(fused.codes.view(torch.uint8), apart.codes.view(torch.uint8))
+    assert torch.equal(fused.scales, apart.scales)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("width", [8, 1024, 1500])
+def test_the_gate_is_torchs(gelu: bool, width: int) -> None:
+    gate_up = make_input(3, 2 * width, torch.float32) * 3
+    gate_up[0, 0], gate_up[1, 1], gate_up[2, 2] = 1e4, -1e4, 0.0
+    gate, up = gate_up.chunk(2, dim=1)
+    act = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
+    out = torch.full((3, width), torch.nan)
+    gated(fenced(gate_up), out, gelu=gelu)
+    torch.testing.assert_close(out, act * up, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        weight_scheme(4, False, 64),
+        weight_scheme(4, False, None),
+        weight_scheme(8, True, 128),
+        weight_scheme(8, True, None),
+        fp8_scheme("block", weight_only=True),
+    ],
+    ids=WeightScheme.describe,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_dequantized_weights_have_the_bits_of_the_plain_ones(
+    scheme: WeightScheme, dtype: torch.dtype
+) -> None:
+    weight = make_weight(scheme, 70, 256)
+    assert torch.equal(dequantize(pack(weight), dtype), weight.dequantize(dtype))
