@@ -100,8 +100,8 @@ class BlockManager:
 
     def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether :meth:`grow` would find the blocks it takes. Changes nothing."""
-        shared = self._shared(sequence, num_tokens)
-        return len(shared) + self._missing(sequence, num_tokens) <= self.num_free
+        num_shared = len(self._shared(sequence, num_tokens))
+        return num_shared + self._missing(sequence, num_tokens) <= self.num_free
 
     def grow(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy]:
         """Give the sequence writable slots for its next ``num_tokens`` tokens.
@@ -113,13 +113,14 @@ class BlockManager:
             Copies to make before anything is written. All sources may be read before the first
             destination is written: no destination of one step is a source later in it.
         """
-        assert self.can_grow(sequence, num_tokens), f"{sequence.request_id}: no blocks left"
         shared = self._shared(sequence, num_tokens)
+        missing = self._missing(sequence, num_tokens)
+        enough = len(shared) + missing <= self.num_free
+        assert enough, f"{sequence.request_id}: no blocks left"
         copies = [self._make_private(sequence, index) for index in shared]
         if self._prefixes is not None:
             for block in self._written(sequence, num_tokens):
                 self._prefixes.drop(block)
-        missing = self._missing(sequence, num_tokens)
         sequence.block_table.extend(self._take() for _ in range(missing))
         return copies
 

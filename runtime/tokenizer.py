@@ -54,6 +54,7 @@ class Tokenizer:
         self.default_sampling = dict(default_sampling or {})
         self._special = frozenset(tokenizer.all_special_ids)
         self._pieces = _PieceBytes(tokenizer)
+        self._backend = _plain_backend(tokenizer)
 
     @classmethod
     def load(cls, folder: Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -157,6 +158,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes of no character are U+FFFD."""
+        if self._backend is not None:
+            plain: str = self._backend.decode(list(ids), skip_special_tokens)
+            return plain
         text = self._hf.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -189,6 +193,21 @@ class Tokenizer:
             ) from error
         assert isinstance(text, str)
         return text
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The tokenizer beneath transformers' one, where that adds nothing when it decodes.
+
+    A step of 32 requests decodes 130 times, each 3 us longer through transformers' checks.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    inherited = kind.decode is PreTrainedTokenizerBase.decode
+    inherited = inherited and kind._decode is PreTrainedTokenizerFast._decode
+    return tokenizer.backend_tokenizer if inherited else None
 
 
 class _PieceBytes:

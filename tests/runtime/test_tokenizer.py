@@ -255,3 +255,14 @@ def test_threads_may_share_a_tokenizer_whose_file_asks_for_truncation() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(round_trip, range(200))) == {text}
+
+
+def test_a_tokenizer_with_a_decoding_of_its_own_keeps_it() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    plain = make_tokenizer()
+    ids = Tokenizer(plain).encode("the fox")
+    own = Shouting(tokenizer_object=plain.backend_tokenizer)
+    assert (Tokenizer(plain).decode(ids), Tokenizer(own).decode(ids)) == ("the fox", "THE FOX")

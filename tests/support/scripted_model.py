@@ -29,7 +29,13 @@ class ScriptedDecoder:
     end: int
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
-    backend: Any = field(default_factory=lambda: SimpleNamespace(name="scripted"))
+    backend: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            name="scripted", attention_kernel="none", norm_kernel="none"
+        )
+    )
+    linears: Mapping[str, Any] = field(default_factory=dict)
+    kv_cache_dtype: str = "none"
     weight_bytes: int = 0
     kv_bytes_per_token: int = 4
     _script_of: dict[int, int] = field(default_factory=dict)
