@@ -63,6 +63,7 @@ class DecoderBlock:
     original_inputs: Tensor | None = None
     original: nn.Module | None = None
     _replayed: list[nn.Module] = field(default_factory=list)
+    _original_done: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -71,12 +72,12 @@ class DecoderBlock:
 
     def run(self) -> Iterator[Tensor]:
         """The block's outputs, batch by batch, each [batch, seq_len, hidden_size]."""
-        return self._outputs(self.module, self.inputs)
+        return (self._output(self.module, batch) for batch in _batches(self.inputs))
 
-    def _outputs(self, module: nn.Module, hidden: Tensor) -> Iterator[Tensor]:
-        for batch in _batches(hidden):
-            output = module(batch.to(self.device), **self.arguments)
-            yield output[0] if isinstance(output, tuple) else output
+    def _output(self, module: nn.Module, batch: Tensor) -> Tensor:
+        output = module(batch.to(self.device), **self.arguments)
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden
 
     def keep_original(self) -> None:
         """Remember the block as it is; a walk without original inputs has no use for it.
@@ -93,19 +94,21 @@ class DecoderBlock:
         Raises:
             CalibrationError: an output is not finite.
         """
-        self._propagate(self.module, self.inputs)
-        if self.original_inputs is not None:
+        for batch in _batches(self.inputs):
+            self._hand_on(batch, self._output(self.module, batch))
+        if self.original_inputs is not None and not self._original_done:
             assert self.original is not None, "keep_original() comes before the first rounding"
-            self._propagate(self.original, self.original_inputs)
+            for batch in _batches(self.original_inputs):
+                self._hand_on(batch, self._output(self.original, batch))
 
-    def _propagate(self, module: nn.Module, hidden: Tensor) -> None:
-        for batch, output in zip(_batches(hidden), self._outputs(module, hidden), strict=True):
-            if not output.isfinite().all():
-                raise CalibrationError(
-                    f"{self.prefix} puts out NaN or infinity on calibration text; the model "
-                    "overflows on this text, or its weights are damaged"
-                )
-            batch.copy_(output)
+    def _hand_on(self, batch: Tensor, output: Tensor) -> None:
+        """Outputs take the place of their inputs."""
+        if not output.isfinite().all():
+            raise CalibrationError(
+                f"{self.prefix} puts out NaN or infinity on calibration text; the model overflows "
+                "on this text, or its weights are damaged"
+            )
+        batch.copy_(output)
 
     def observe(self, observers: Mapping[str, Sequence[Observer]]) -> None:
         """Run the block on all samples; each named linear feeds its input to its observers.
@@ -133,11 +136,16 @@ class DecoderBlock:
                     self.module(batch.to(self.device), **self.arguments)
 
     def beside_original(
-        self, names: Collection[str]
+        self, names: Collection[str], *, last: bool = False
     ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """Inputs of submodules, now and in the original, batch by batch.
 
         A pass ends when all of them were reached. Needs :meth:`keep_original`.
+
+        Args:
+            names: of the submodules.
+            last: nobody looks at this block's original again: it runs to its end, and its outputs
+                take the place of its inputs, which :meth:`propagate` need not do then.
 
         Yields:
             Two dictionaries by name, float32 [tokens, features] each.
@@ -145,30 +153,34 @@ class DecoderBlock:
         assert self.original is not None and self.original_inputs is not None
         streams = _batches(self.inputs), _batches(self.original_inputs)
         for now, then in zip(*streams, strict=True):
-            yield (
-                self._inputs_of(self.module, names, now),
-                self._inputs_of(self.original, names, then),
-            )
+            present, _ = self._inputs_of(self.module, names, now)
+            original, output = self._inputs_of(self.original, names, then, to_end=last)
+            yield present, original
+            if output is not None:
+                self._hand_on(then, output)
+        self._original_done = last
 
     def _inputs_of(
-        self, module: nn.Module, names: Collection[str], hidden: Tensor
-    ) -> dict[str, Tensor]:
+        self, module: nn.Module, names: Collection[str], hidden: Tensor, *, to_end: bool = False
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Inputs of submodules, and the output if the module is to run to its end."""
         caught: dict[str, Tensor] = {}
 
         def catch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
                 caught[name] = args[0].flatten(0, -2)
-                if len(caught) == len(names):
+                if len(caught) == len(names) and not to_end:
                     raise _SeenAll
 
             return hook
 
+        output = None
         with ExitStack() as hooks, suppress(_SeenAll):
             for name in names:
                 hook = module.get_submodule(name).register_forward_pre_hook(catch(name))
                 hooks.callback(hook.remove)
-            module(hidden.to(self.device), **self.arguments)
-        return caught
+            output = self._output(module, hidden)
+        return caught, output
 
     def replay(
         self, submodule: str, linear: str, now: Sequence[Tensor], then: Sequence[Tensor]

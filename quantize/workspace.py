@@ -137,7 +137,8 @@ class Workspace:
         shortfall, sum_ = CrossMoment(name), self.family.sums.get(name)
         places = [] if sum_ is None else [p for p in (sum_.stream, sum_.norm) if p is not None]
         kept: list[tuple[Tensor, Tensor]] = []
-        for now, then in self.block.beside_original([name, *places]):
+        last = group == self.groups[-1]
+        for now, then in self.block.beside_original([name, *places], last=last):
             x = now[name]
             if name == self.family.attention_output:
                 kept.append((x, then[name]))
