@@ -87,7 +87,8 @@ class PackedLinear(LinearOp):
         if not self.gates:
             return out
         gate, up = out.unflatten(1, (-1, 2, GATE_ROWS)).float().unbind(2)
-        return (functional.silu(gate) * up).flatten(1).to(out.dtype)
+        product: Tensor = functional.silu(gate) * up
+        return product.flatten(1).to(out.dtype)
 
     def multiply(self, x: Tensor, out: Tensor, tiles: Tiles) -> None:
         """``out = x @ weight.T + bias`` in these tiles."""
