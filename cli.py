@@ -226,6 +226,23 @@ def doctor(build: bool, as_json: bool) -> None:
     command.run(Show(as_json), build)
 
 
+@main.command()
+@click.argument("model")
+@loading_options()
+@output_options
+def tune(model: str, as_json: bool, quiet: bool, **loading: Any) -> None:
+    """Measure on this GPU which tiles MODEL's quantized linears run fastest in.
+
+    The table is kept in qtool's cache and read by later loads, until Triton or qtool's layout
+    changes. Without it tiles follow from rules.
+    """
+    from qtool.commands import tune as command
+    from qtool.commands.console import Show
+    from qtool.runtime.options import ModelOptions
+
+    command.run(model, ModelOptions(**take_loading(loading)), Show(as_json, quiet))
+
+
 @main.group()
 def kernels() -> None:
     """The GPU kernels, without a GPU."""

@@ -124,7 +124,7 @@ def loading_options(dtype: str = "auto") -> Decorator:
         ),
         click.option(
             "--backend",
-            type=click.Choice(["auto", "reference", "cpu"]),
+            type=click.Choice(["auto", "reference", "cpu", "triton"]),
             default="auto",
             show_default=True,
             help="Kernels; reference is exact and does not depend on the batch.",
