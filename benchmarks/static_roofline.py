@@ -1,7 +1,7 @@
 """A prediction, not a measurement: how near to a GPU's memory its machine code lets a GEMM come.
 
-    python benchmarks/static_roofline.py            # a Markdown table
-    python benchmarks/static_roofline.py --tokens 16
+    python benchmarks/static_roofline.py                     # a Markdown table
+    python benchmarks/static_roofline.py --tokens 8 64 --layer "8B gate, up"
 
 Each kernel that serving would choose is compiled, its main loop counted, and three times are
 compared for a layer's product:
@@ -12,14 +12,17 @@ latency   bytes in flight, by stages and by programs that fit on a multiprocesso
           Little's law asks for at 700 ns
 
 The prediction is memory's time over the longest of the three. It leaves out launches, the last
-wave, and everything a scheduler cannot hide, so a measurement will be lower.
+wave, and everything a scheduler cannot hide, so a measurement will be lower. How much room there
+is says "slots": the share of issue slots that keeping up with memory takes; a multiprocessor
+that fills 70% of them is a busy one.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -122,36 +125,35 @@ def predict(gpu: Gpu, shape: GemmShape, tiles: Tiles, code: MachineCode, tokens:
     return Prediction(memory, issue, latency, memory / longest, ideal / longest)
 
 
-def rows(tokens: int) -> Iterator[tuple[str, ...]]:
-    """A row of text for each kernel, layer and GPU."""
-    for gpu in GPUS:
-        for kernel, kind in KERNELS.items():
-            for layer, (out_features, in_features) in LAYERS.items():
-                shape = shape_for(kind, out_features, in_features)
-                tiles = select_config(gpu.target, shape, tokens)
-                assert tiles is not None
-                code = read_code(compile_gemm(gpu.target, shape, tiles, torch.float16))
-                found = predict(gpu, shape, tiles, code, tokens)
-                times = (found.memory, found.issue, found.latency)
-                yield (
-                    gpu.name,
-                    kernel,
-                    layer,
-                    *(f"{1e6 * seconds:.1f}" for seconds in times),
-                    f"{found.fraction:.0%}",
-                    f"{found.speedup:.2f}",
-                )
+def rows(tokens: Iterable[int], layers: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """A row of text for each GPU, kernel, layer and number of tokens."""
+    for gpu, (kernel, kind), layer, count in product(GPUS, KERNELS.items(), layers, tokens):
+        shape = shape_for(kind, *LAYERS[layer])
+        tiles = select_config(gpu.target, shape, count)
+        assert tiles is not None, "beyond 1,024 tokens weights are dequantized"
+        code = read_code(compile_gemm(gpu.target, shape, tiles, torch.float16))
+        found = predict(gpu, shape, tiles, code, count)
+        yield (
+            gpu.name,
+            kernel,
+            layer,
+            str(count),
+            f"{1e6 * found.memory:.1f}",
+            f"{found.issue / found.memory:.0%}",
+            f"{found.fraction:.0%}",
+            f"{found.speedup:.2f}",
+        )
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8)
-    tokens = parser.parse_args().tokens
-    print(f"Prediction for {tokens} tokens; microseconds.\n")
-    names = ("GPU", "kernel", "layer", "memory", "issue", "latency", "of memory", "x 16 bits")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--layer", choices=LAYERS, nargs="+", default=list(LAYERS))
+    chosen = parser.parse_args()
+    names = ("GPU", "kernel", "layer", "tokens", "memory, us", "slots", "of memory", "x 16 bits")
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for row in rows(tokens):
+    for row in rows(chosen.tokens, chosen.layer):
         print(f"| {' | '.join(row)} |", flush=True)
 
 
