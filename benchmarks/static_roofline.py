@@ -1,25 +1,30 @@
 """A prediction, not a measurement: how near to a GPU's memory its machine code lets a GEMM come.
 
-    python benchmarks/static_roofline.py            # a Markdown table
-    python benchmarks/static_roofline.py --tokens 16
+    python benchmarks/static_roofline.py                     # a Markdown table
+    python benchmarks/static_roofline.py --tokens 8 64 --layer "8B gate, up"
 
-Each kernel that serving would choose is compiled, its main loop counted, and three times are
+Each kernel that serving would choose is compiled, its main loop counted, and four times are
 compared for a layer's product:
 
 memory    bytes of weights, scales, activations and results over the specified bandwidth
 issue     instructions a weight, over 128 thread instructions a clock and multiprocessor
+matrix    multiply-adds of whole tiles, over the specified dense rate; Hopper's older
+          instruction, which two warps use, reaches 62% of it
 latency   bytes in flight, by stages and by programs that fit on a multiprocessor, against what
           Little's law asks for at 700 ns
 
-The prediction is memory's time over the longest of the three. It leaves out launches, the last
-wave, and everything a scheduler cannot hide, so a measurement will be lower.
+The prediction is memory's time over the longest of the four. It leaves out launches, the last
+wave, and everything a scheduler cannot hide, so a measurement will be lower. How much room there
+is say "slots" and "matrix": the share of issue slots and of the matrix units that keeping up
+with memory takes; a multiprocessor that fills 70% of its slots is a busy one.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -33,22 +38,24 @@ from qtool.runtime.kernels.triton.target import Target
 LATENCY = 700e-9
 REGISTERS = 65536
 MAX_THREADS = 2048
+OLDER_INSTRUCTION = 0.62
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU by its data sheet: bytes a second and clocks a second."""
+    """A GPU by its data sheet: bytes, clocks, and dense 16-bit operations a second."""
 
     name: str
     target: Target
     bandwidth: float
     clock: float
+    flops: float
 
 
 GPUS = (
-    Gpu("A100 80 GB", Target("sm_80", 108), 2.04e12, 1.41e9),
-    Gpu("H100 SXM", Target("sm_90", 132), 3.35e12, 1.70e9),
-    Gpu("H200", Target("sm_90", 132), 4.8e12, 1.70e9),
+    Gpu("A100 80 GB", Target("sm_80", 108), 2.04e12, 1.41e9, 312e12),
+    Gpu("H100 SXM", Target("sm_90", 132), 3.35e12, 1.70e9, 989e12),
+    Gpu("H200", Target("sm_90", 132), 4.8e12, 1.70e9, 989e12),
 )
 # (out features, in features), projections of one input stacked as they run.
 LAYERS: Mapping[str, tuple[int, int]] = {
@@ -76,6 +83,7 @@ class Prediction:
 
     memory: float
     issue: float
+    matrix: float
     latency: float
     fraction: float
     speedup: float
@@ -104,13 +112,16 @@ def programs_per_sm(code: MachineCode, tiles: Tiles, target: Target) -> int:
 
 
 def predict(gpu: Gpu, shape: GemmShape, tiles: Tiles, code: MachineCode, tokens: int) -> Prediction:
-    """The three times, and the longest of them."""
+    """The four times, and the longest of them."""
     weights = shape.rows * shape.steps * shape.step
     passes = -(-tokens // tiles.block_m)
     memory = moved_bytes(shape, tokens) / gpu.bandwidth
     rate = gpu.target.num_sms * 128 * gpu.clock
     per_weight = instructions_per_weight(code, shape, tiles, gpu.target)
     issue = per_weight * weights * passes / rate
+    older = gpu.target.capability >= 90 and tiles.num_warps < 4
+    flops = gpu.flops * (2 if shape.is_bytes else 1) * (OLDER_INSTRUCTION if older else 1)
+    matrix = 2 * weights * passes * tiles.block_m / flops
     programs = shape.rows // tiles.block_n * tiles.splits * passes
     resident = min(programs / gpu.target.num_sms, programs_per_sm(code, tiles, gpu.target))
     itemsize = 1 if shape.is_bytes else 2
@@ -118,40 +129,50 @@ def predict(gpu: Gpu, shape: GemmShape, tiles: Tiles, code: MachineCode, tokens:
     in_flight = resident * (tiles.num_stages - 1) * stage * gpu.target.num_sms
     latency = memory * max(1.0, gpu.bandwidth * LATENCY / in_flight)
     ideal = weights * 2 / gpu.bandwidth
-    longest = max(memory, issue, latency)
-    return Prediction(memory, issue, latency, memory / longest, ideal / longest)
+    longest = max(memory, issue, matrix, latency)
+    return Prediction(memory, issue, matrix, latency, memory / longest, ideal / longest)
 
 
-def rows(tokens: int) -> Iterator[tuple[str, ...]]:
-    """A row of text for each kernel, layer and GPU."""
-    for gpu in GPUS:
-        for kernel, kind in KERNELS.items():
-            for layer, (out_features, in_features) in LAYERS.items():
-                shape = shape_for(kind, out_features, in_features)
-                tiles = select_config(gpu.target, shape, tokens)
-                assert tiles is not None
-                code = read_code(compile_gemm(gpu.target, shape, tiles, torch.float16))
-                found = predict(gpu, shape, tiles, code, tokens)
-                times = (found.memory, found.issue, found.latency)
-                yield (
-                    gpu.name,
-                    kernel,
-                    layer,
-                    *(f"{1e6 * seconds:.1f}" for seconds in times),
-                    f"{found.fraction:.0%}",
-                    f"{found.speedup:.2f}",
-                )
+def rows(tokens: Iterable[int], layers: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """A row of text for each GPU, kernel, layer and number of tokens."""
+    for gpu, (kernel, kind), layer, count in product(GPUS, KERNELS.items(), layers, tokens):
+        shape = shape_for(kind, *LAYERS[layer])
+        tiles = select_config(gpu.target, shape, count)
+        assert tiles is not None, "beyond 1,024 tokens weights are dequantized"
+        code = read_code(compile_gemm(gpu.target, shape, tiles, torch.float16))
+        found = predict(gpu, shape, tiles, code, count)
+        yield (
+            gpu.name,
+            kernel,
+            layer,
+            str(count),
+            f"{1e6 * found.memory:.1f}",
+            f"{found.issue / found.memory:.0%}",
+            f"{found.matrix / found.memory:.0%}",
+            f"{found.fraction:.0%}",
+            f"{found.speedup:.2f}",
+        )
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8)
-    tokens = parser.parse_args().tokens
-    print(f"Prediction for {tokens} tokens; microseconds.\n")
-    names = ("GPU", "kernel", "layer", "memory", "issue", "latency", "of memory", "x 16 bits")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--layer", choices=LAYERS, nargs="+", default=list(LAYERS))
+    chosen = parser.parse_args()
+    names = (
+        "GPU",
+        "kernel",
+        "layer",
+        "tokens",
+        "memory, us",
+        "slots",
+        "matrix",
+        "of memory",
+        "x 16 bits",
+    )
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for row in rows(tokens):
+    for row in rows(chosen.tokens, chosen.layer):
         print(f"| {' | '.join(row)} |", flush=True)
 
 

@@ -125,7 +125,7 @@ def loading_options(dtype: str = "auto") -> Decorator:
         ),
         click.option(
             "--backend",
-            type=click.Choice(["auto", "reference", "cpu"]),
+            type=click.Choice(["auto", "reference", "cpu", "triton"]),
             default="auto",
             show_default=True,
             help="Kernels; reference is exact and does not depend on the batch.",
@@ -330,3 +330,11 @@ bench_options = options(
     click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts."),
     output_options,
 )
+
+
+def parse_engine_options(model: str, values: dict[str, Any]) -> Any:
+    """EngineOptions of the values that loading and engine options gave."""
+    from qtool.runtime.options import EngineOptions, ModelOptions
+
+    loading = ModelOptions(**take_loading(values))
+    return EngineOptions(model=model, loading=loading, **values)

@@ -79,10 +79,16 @@ def _select_triton(
             target = detect_target(device)
             obstacle = f"no kernel was checked for {torch.cuda.get_device_name(device)}"
     if target is not None:
-        from qtool.runtime.kernels.triton.backend import TritonBackend
+        from qtool.formats.model_source import cache_folder
+        from qtool.runtime.kernels.triton.backend import TritonBackend, tuned_for
+        from qtool.runtime.kernels.triton.tuning import read_table
 
-        note = "attention runs on plain torch, row by row: correct, but slow"
-        return Selection(TritonBackend(device, dtype, target), f"a GPU: {target.arch}", (note,))
+        table, stale = read_table(cache_folder(), tuned_for(device))
+        slow = "attention runs on plain torch, row by row: correct, but slow"
+        notes = (slow, stale) if stale else (slow,)
+        tuned = "tuned" if table else "not tuned"
+        backend = TritonBackend(device, dtype, target, table)
+        return Selection(backend, f"a GPU: {target.arch}, {tuned}", notes)
     if name == "triton":
         raise UsageError(f"backend triton on device {device}: {obstacle}; use auto")
     from qtool.runtime.kernels.reference import ReferenceBackend

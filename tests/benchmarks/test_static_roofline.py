@@ -33,13 +33,22 @@ def test_two_instructions_a_weight_leave_an_h100_bound_by_memory() -> None:
 def test_too_many_instructions_bind() -> None:
     slow = replace(CODE, loop=("LOP3",) * 1280)
     found = roofline.predict(GPU, SHAPE, TILES, slow, 8)
-    assert found.issue == max(found.memory, found.issue, found.latency)
+    assert found.issue == max(found.memory, found.issue, found.matrix, found.latency)
     assert found.fraction == pytest.approx(found.memory / found.issue)
 
 
 def test_a_tile_of_tokens_more_is_a_pass_more() -> None:
     one, two = (roofline.predict(GPU, SHAPE, TILES, CODE, tokens) for tokens in (8, 9))
     assert two.issue == 2 * one.issue
+
+
+def test_many_tokens_are_bound_by_the_matrix_units() -> None:
+    tiles = Tiles(128, 128, 8, 3)
+    found = roofline.predict(GPU, SHAPE, tiles, CODE, 512)
+    assert found.matrix == max(found.memory, found.issue, found.matrix, found.latency)
+    assert found.matrix == pytest.approx(2 * 28672 * 4096 * 512 / 989e12)
+    slower = roofline.predict(GPU, SHAPE, Tiles(128, 128, 2, 3), CODE, 512)
+    assert slower.matrix == pytest.approx(found.matrix / 0.62)
 
 
 def test_few_programs_with_one_stage_leave_memory_waiting() -> None:

@@ -156,7 +156,7 @@ def _fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
             fallen = replace(first, used="W4 asym g64 rtn", fallback="singular")
             yield QuantizedBlock(block.weights, (fallen, *rest), block.changed)
 
-    monkeypatch.setattr(blocks, "METHODS", {"awq": SimpleNamespace(run=run)})
+    monkeypatch.setattr(blocks, "METHODS", {"awq": SimpleNamespace(run=run, recipe=method.recipe)})
 
 
 def test_a_fallback_is_named_everywhere_and_ends_a_strict_run(

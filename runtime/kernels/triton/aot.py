@@ -87,11 +87,14 @@ def compile_kernel(
     return Compiled(int(code.metadata.shared), code.asm.get("cubin"), code.asm.get("amdgcn"))
 
 
-def compile_gemm(target: Target, shape: GemmShape, tiles: Tiles, dtype: torch.dtype) -> Compiled:
-    """A GEMM as its wrapper would launch it, without bias, residual or gate.
+def compile_gemm(
+    target: Target, shape: GemmShape, tiles: Tiles, dtype: torch.dtype, *, gated: bool = False
+) -> Compiled:
+    """A GEMM as its wrapper would launch it, without bias or residual.
 
     Args:
         dtype: of activations, or for 8-bit products of the result.
+        gated: whether rows are a gate and its up projection.
     """
     pointers = {
         "scales_ptr": torch.int32,
@@ -104,13 +107,13 @@ def compile_gemm(target: Target, shape: GemmShape, tiles: Tiles, dtype: torch.dt
         pointers |= {"x_ptr": code, "words_ptr": code, "token_scales_ptr": torch.float32}
         kernel: Any = byte_gemm.byte_gemm_kernel
         asm = target.is_nvidia and target.capability < 90
-        constants = byte_gemm.constants(shape, tiles, gated=False, asm=asm)
+        constants = byte_gemm.constants(shape, tiles, gated=gated, asm=asm)
     else:
         pointers |= {"x_ptr": dtype, "words_ptr": torch.int16}
         if shape.zeros == "rows":
             pointers["zeros_ptr"] = torch.int32
         kernel = weight_gemm.weight_gemm_kernel
-        constants = weight_gemm.constants(shape, tiles, dtype, gated=False, asm=target.is_nvidia)
+        constants = weight_gemm.constants(shape, tiles, dtype, gated=gated, asm=target.is_nvidia)
     arguments = {name: f"*{TYPES[kind]}" for name, kind in pointers.items()}
     arguments |= dict.fromkeys(("M", "N", "steps"), "i32")
     return compile_kernel(kernel, arguments, constants, target, tiles)

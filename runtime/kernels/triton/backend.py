@@ -8,6 +8,7 @@ sm_89, float32) is held dense, and says so in its kernel's name.
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from qtool.formats.tensor import QuantizedTensor
@@ -32,6 +33,13 @@ from qtool.runtime.kernels.triton.linear import (
 )
 from qtool.runtime.kernels.triton.norm import rms_norm
 from qtool.runtime.kernels.triton.target import Target
+from qtool.runtime.kernels.triton.tuning import TunedFor, minor_version
+
+
+def tuned_for(device: torch.device) -> TunedFor:
+    """What tiles measured on a device hold for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return TunedFor(name, minor_version(triton.__version__))
 
 
 class TritonBackend(ReferenceBackend):
@@ -120,6 +128,16 @@ class TritonBackend(ReferenceBackend):
 
     def _in_float32(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         return TritonBackend(self.device, torch.float32, self.target).linear(weight, None)
+
+    @property
+    def packed(self) -> tuple[PackedLinear, ...]:
+        """The linears that run on its GEMM kernels."""
+        return tuple(self._packed)
+
+    @property
+    def tuned_for(self) -> TunedFor:
+        """What measured tiles hold for here."""
+        return tuned_for(self.device)
 
     def warm_up(self) -> None:
         """Compile every configuration of every packed weight; the interpreter compiles nothing."""

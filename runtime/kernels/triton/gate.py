@@ -50,6 +50,7 @@ class Case:
         dtype: of activations, or of the result of 8-bit products.
         tokens: rows of the product.
         budgets: instructions a weight in the main loop, on sm_80 and sm_90.
+        gated: whether rows are a gate and its up projection.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Case:
     dtype: torch.dtype
     tokens: int
     budgets: Mapping[str, float]
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,11 @@ def all_cases() -> Iterator[Case]:
             for tokens in BUCKETS[:5]:
                 plain = Case(f"{name} {suffix}", shape, dtype, tokens, {})
                 yield budgeted.get((shape, dtype, tokens), plain)
+    for tokens in BUCKETS[:5]:
+        for codes, group in ((Codes.INT4, 128), (Codes.INT8_BYTES, None)):
+            shape = gemm_shape(codes, group)
+            name = f"{codes.value}, gate and up"
+            yield Case(name, shape, torch.float16, tokens, {}, gated=True)
 
 
 def _every_shape() -> Iterator[tuple[str, GemmShape]]:
@@ -165,7 +172,8 @@ def check(case: Case, arch: str) -> Finding:
     target = sample_target(arch)
     tiles = select_config(target, case.shape, case.tokens)
     assert tiles is not None, "cases stay below the length at which weights are dequantized"
-    code = read_code(compile_gemm(target, case.shape, tiles, case.dtype))
+    compiled = compile_gemm(target, case.shape, tiles, case.dtype, gated=case.gated)
+    code = read_code(compiled)
     per_weight = instructions_per_weight(code, case.shape, tiles, target)
     budget = case.budgets.get(BUDGET_OF.get(arch, ""))
     violations = list(violations_of(case, target, tiles, code))

@@ -64,8 +64,13 @@ class PackedLinear(LinearOp):
             for bucket in (*BUCKETS, LONG_PROMPT)
         }
         for bucket, tiles in self.configs.items():
-            if tiles is not None and bucket != LONG_PROMPT:
-                place.workspace.reserve(shape.rows, bucket, tiles)
+            self.choose(bucket, tiles)
+
+    def choose(self, bucket: int, tiles: Tiles | None) -> None:
+        """Take these tiles for a bucket, and make room for them; not while serving."""
+        self.configs[bucket] = tiles
+        if tiles is not None and bucket != LONG_PROMPT:
+            self._place.workspace.reserve(self.weight.padded[0], bucket, tiles)
 
     def __call__(self, x: Tensor) -> Tensor:
         tiles = self.configs[bucket_of(x.shape[0])]
