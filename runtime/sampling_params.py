@@ -21,6 +21,8 @@ MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
 
+_WHOLE_NUMBERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed")
+
 
 def _require(ok: bool, param: str, value: object, rule: str) -> None:
     if not ok:
@@ -89,7 +91,7 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         # The engine would find out in a step, when all its other requests go down with it.
-        for name in ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed"):
+        for name in _WHOLE_NUMBERS:
             value = getattr(self, name)
             ok = value is None or isinstance(value, Integral)
             _require(ok, name, value, "must be a whole number")
