@@ -136,8 +136,10 @@ class EngineThread:
             self._call(message.on_output, error)
         except Exception as failure:  # such as a token id that is a text; nothing was added
             logger.exception("a request cannot be read; it is dropped")
-            error = RequestError(f"the request cannot be read: {type(failure).__name__}: {failure}")
-            self._call(message.on_output, error)
+            refusal = RequestError(
+                f"the request cannot be read: {type(failure).__name__}: {failure}"
+            )
+            self._call(message.on_output, refusal)
         else:
             self._callbacks[message.request.request_id] = message.on_output
 
