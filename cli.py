@@ -253,7 +253,7 @@ def bench() -> None:
 @click.option("--num-prompts", type=int, default=100, show_default=True)
 @click.option(
     "--dataset",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="Conversations as ShareGPT's JSON; without it random tokens.",
 )
 @click.option("--input-len", type=int, default=128, show_default=True, help="Mean, random prompts.")
