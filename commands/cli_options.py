@@ -107,6 +107,10 @@ def options(*decorators: Decorator) -> Decorator:
     return apply
 
 
+# Repeated here so that --help loads no torch; a test holds it against runtime.kernels.
+BACKEND_NAMES = ("auto", "reference", "cpu", "triton")
+
+
 def loading_options(dtype: str = "auto") -> Decorator:
     """Where and how a model is loaded."""
     return options(
@@ -125,10 +129,11 @@ def loading_options(dtype: str = "auto") -> Decorator:
         ),
         click.option(
             "--backend",
-            type=click.Choice(["auto", "reference", "cpu", "triton"]),
+            type=click.Choice(BACKEND_NAMES),
             default="auto",
             show_default=True,
-            help="Kernels; reference is exact and does not depend on the batch.",
+            help="Kernels; reference is exact and does not depend on the batch; triton is for "
+            "GPUs.",
         ),
         click.option(
             "--cpu-compute",

@@ -25,8 +25,10 @@ class ServeOptions:
 def run(options: EngineOptions, serving: ServeOptions) -> None:
     """Serve until interrupted, or print the load plan and stop. Raises QtoolError."""
     from qtool.runtime.server.app import create_app
-    from qtool.runtime.server.run import serve
+    from qtool.runtime.server.run import check_address, serve
 
+    if not serving.only_plan:
+        check_address(serving.host, serving.port)
     with console.status(f"loading {options.model}"):
         running = start_engine(options)
     with running.engine:

@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: a model folder has a {path.name}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
@@ -99,7 +99,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         header.pop("__metadata__", None)
         entries = {name: _entry(path.name, value) for name, value in header.items()}
         end = max((value["data_offsets"][1] for value in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged safetensors header ({error})") from None
     if 8 + length + end != size:
         raise CheckpointError(

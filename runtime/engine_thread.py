@@ -134,6 +134,12 @@ class EngineThread:
             self._engine.add(message.request)
         except RequestError as error:
             self._call(message.on_output, error)
+        except Exception as failure:  # such as a token id that is a text; nothing was added
+            logger.exception("a request cannot be read; it is dropped")
+            refusal = RequestError(
+                f"the request cannot be read: {type(failure).__name__}: {failure}"
+            )
+            self._call(message.on_output, refusal)
         else:
             self._callbacks[message.request.request_id] = message.on_output
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from qtool.errors import QtoolError, UsageError
+from qtool.errors import QtoolError, RequestError, UsageError
 from qtool.runtime.admission import Policy
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput, OutputDelta, RequestOutput
@@ -180,7 +181,14 @@ class LLM:
         return self._encode(cast(Prompt, prompt))
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise RequestError(
+                f"prompt: {error}; send text, or a list of token ids", "prompt"
+            ) from None
 
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

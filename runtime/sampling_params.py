@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 
 from qtool.errors import RequestError
 
@@ -19,6 +20,8 @@ MAX_STOP_LENGTH = 1024
 MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
+
+_WHOLE_NUMBERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed")
 
 
 def _require(ok: bool, param: str, value: object, rule: str) -> None:
@@ -81,9 +84,17 @@ class SamplingParams:
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        self._check_types()
         self._check_distribution()
         self._check_stopping()
         self._check_reporting()
+
+    def _check_types(self) -> None:
+        # The engine would find out in a step, when all its other requests go down with it.
+        for name in _WHOLE_NUMBERS:
+            value = getattr(self, name)
+            ok = value is None or isinstance(value, Integral)
+            _require(ok, name, value, "must be a whole number")
 
     def _check_distribution(self) -> None:
         _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"must be 1 to {MAX_CHOICES}")

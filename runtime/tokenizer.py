@@ -268,7 +268,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no JSON ({error}); copy it from the original") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no JSON object; copy it from the original model")

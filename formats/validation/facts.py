@@ -103,7 +103,7 @@ class Facts:
         path = self.reader.folder / name
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
 

@@ -155,7 +155,7 @@ def json_files(facts: Facts) -> Iterator[Finding]:
             continue
         try:
             json.loads((facts.reader.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             yield Finding(
                 "error", name, str(error), "every loader reads it", "copy it from the original"
             )

@@ -35,6 +35,15 @@ def serve(
         _Server(app).run([listener])
 
 
+def check_address(host: str, port: int) -> None:
+    """Whether a server could listen there, before a model is loaded for it.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    _bind(host, port).close()
+
+
 class ServerThread:
     """A server for the length of a ``with`` block, e.g. in a demo or a test.
 

@@ -9,6 +9,8 @@ from click.testing import CliRunner
 
 from qtool.cli import main
 from qtool.commands import bench, evaluate, generate, serve
+from qtool.commands.cli_options import BACKEND_NAMES
+from qtool.runtime.kernels import BACKENDS
 from qtool.runtime.options import EngineOptions, ModelOptions
 
 
@@ -46,6 +48,10 @@ def test_every_command_that_loads_a_model_passes_every_loading_option_on(
         strict=True,
     )
     assert seen == [expected] * 5
+
+
+def test_every_back_end_can_be_named() -> None:
+    assert BACKEND_NAMES == BACKENDS
 
 
 def test_engine_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

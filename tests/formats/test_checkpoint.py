@@ -219,3 +219,17 @@ class TestDamage:
             pytest.raises(CheckpointError, match="no tensor q"),
         ):
             reader.get("q")
+
+
+DEEP = b"[" * 200_000
+
+
+def test_json_nested_without_end_is_an_error_like_any_other(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "m", shard_bytes=10**6)
+    (folder / "config.json").write_bytes(DEEP)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+        CheckpointReader(folder)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(DEEP)) + DEEP)
+    with pytest.raises(CheckpointError, match="damaged safetensors header"):
+        CheckpointReader(folder)

@@ -63,6 +63,25 @@ def test_an_invalid_request_gets_its_error_and_harms_no_other(engine: EngineThre
     assert isinstance(_last(good), OutputDelta)
 
 
+@pytest.mark.parametrize(
+    ("ids", "params"),
+    [
+        (("1", 2), SHORT),
+        ((1, 2), SamplingParams(stop_token_ids=["2"])),  # type: ignore[list-item]
+        ((1, 2), SamplingParams(logit_bias={"2": 1.0})),  # type: ignore[dict-item]
+    ],
+)
+def test_a_request_of_wrong_types_is_answered_and_harms_no_other(
+    engine: EngineThread, ids: tuple[int, ...], params: SamplingParams
+) -> None:
+    good = _collect(engine, "good", LONG)
+    bad: queue.SimpleQueue[Item] = queue.SimpleQueue()
+    engine.submit(Request("bad", ids, params), bad.put)
+    assert isinstance(_last(bad), RequestError)
+    assert isinstance(_last(good), OutputDelta)
+    assert engine.alive
+
+
 def test_an_aborted_request_frees_its_blocks(engine: EngineThread) -> None:
     items = _collect(engine, "long", LONG)
     items.get(timeout=30)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,19 @@ def test_one_bad_prompt_fails_the_call_and_leaves_nothing_running(llm: LLM) -> N
     with pytest.raises(RequestError, match="must have 1 or more"):
         llm.generate(["good", []], GREEDY)
     assert len(llm.generate("good", GREEDY)) == 1
+
+
+@pytest.mark.parametrize("prompt", [["1"], [[1, 2.5]], [None]])
+def test_a_prompt_of_wrong_types_is_refused_and_the_engine_goes_on(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="list of token ids"):
+        llm.generate([prompt] if prompt == ["1"] else prompt, GREEDY)
+    assert len(llm.generate("good", GREEDY)) == 1
+
+
+@pytest.mark.parametrize("name", ["n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed"])
+def test_fractions_are_no_numbers_of_tokens(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name}=1.5: must be a whole number"):
+        SamplingParams(**{name: 1.5})  # type: ignore[arg-type]
 
 
 def test_prompt_logprobs_come_with_the_result(llm: LLM) -> None:

@@ -227,6 +227,7 @@ def test_sampling_defaults_are_those_that_mean_something(
         ({"generation_config": {"temperature": "hot"}}, "generation_config"),
         ({"generation_config": "{"}, r"generation_config\.json: is no JSON"),
         ({"config": "[]"}, r"config\.json: holds no JSON object"),
+        ({"config": "[" * 100_000}, r"config\.json: is no JSON"),
         ({"tokenizer": "{}"}, "tokenizer cannot be loaded"),
     ],
 )

@@ -9,7 +9,9 @@ import time
 import httpx
 import pytest
 
+from qtool.commands import serve as serve_command
 from qtool.errors import UsageError
+from qtool.runtime.options import EngineOptions
 from qtool.runtime.server.app import create_app
 from qtool.runtime.server.run import ServerThread, serve
 from support.fake_engine import ByteCodec, FakeEngine, say
@@ -35,6 +37,18 @@ def test_a_port_in_use_is_an_error_that_names_it() -> None:
         with pytest.raises(UsageError, match=f"127.0.0.1:{port}.*--port"):
             ServerThread(create_app(engine, ByteCodec()), port=port)
     engine.close()
+
+
+def test_a_port_in_use_is_an_error_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[EngineOptions] = []
+    monkeypatch.setattr(serve_command, "start_engine", loaded.append)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port}.*--port"):
+            serve_command.run(EngineOptions(model="m"), serve_command.ServeOptions(port=port))
+    assert not loaded
 
 
 def test_stopping_the_server_ends_streams_and_plain_requests() -> None:
