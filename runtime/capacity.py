@@ -79,7 +79,7 @@ def cache_size(
     most = options.max_num_seqs * -(-max_model_len // options.cache_block_size)
     tails = min(options.max_num_seqs, budget // (block_bytes + tail_bytes)) if tail_bytes else 0
     blocks = min((budget - tails * tail_bytes) // block_bytes, most)
-    if blocks < 1:
+    if blocks < 1 or (tail_bytes and tails < 1):
         raise EngineError(
             f"{budget} bytes for the KV cache do not hold one block of {block_bytes + tail_bytes}; "
             "give more with --kv-cache-memory, or free memory"
