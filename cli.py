@@ -139,6 +139,12 @@ def convert(
 @click.option("--seq-len", type=int, default=1024, show_default=True, help="Tokens of a window.")
 @click.option("--windows", type=int, default=16, show_default=True, help="Windows to score.")
 @click.option(
+    "--kv-cache",
+    metavar="FORM[,FORM]",
+    help="Compare forms of the cache on the windows, such as fp8,int8,k8v4,int4, with the compute "
+    "dtype's; docs/kv-cache.md tells them apart.",
+)
+@click.option(
     "--tasks",
     type=click.Choice(["builtin-cloze"]),
     multiple=True,

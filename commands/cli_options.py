@@ -18,9 +18,11 @@ import click
 
 from qtool.errors import QtoolError
 from qtool.formats.validation.finding import TARGETS
+from qtool.runtime.kv_schemes import SCHEMES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+KV_CACHE_DTYPES = tuple(SCHEMES)
 SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
@@ -144,10 +146,10 @@ def loading_options(dtype: str = "auto") -> Decorator:
         ),
         click.option(
             "--kv-cache-dtype",
-            type=click.Choice(["auto", "int8"]),
+            type=click.Choice(KV_CACHE_DTYPES),
             default="auto",
             show_default=True,
-            help="Keys and values; auto is the compute dtype.",
+            help="Keys and values; auto is the compute dtype. docs/kv-cache.md tells them apart.",
         ),
         click.option(
             "--batch-invariant",
@@ -305,7 +307,7 @@ engine_options = options(
     click.option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's."),
     click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True),
     click.option(
-        "--block-size", type=int, default=16, show_default=True, help="Tokens of a cache block."
+        "--block-size", type=int, help="Tokens of a cache block; default: 16, and 64 for int4."
     ),
     click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtool.calibration.data import evaluation_windows, held_out_documents, load_tokenizer
 from qtool.calibration.documents import Text
-from qtool.commands import console, harness, tasks
+from qtool.commands import cache_eval, console, harness, tasks
 from qtool.errors import CalibrationError, UsageError
 from qtool.formats.model_source import resolve_model
 from qtool.runtime.evaluate import Quality, evaluate
@@ -32,6 +32,7 @@ class EvalOptions:
 _OWN_OPTIONS = {
     "--harness": ("harness", "include_path", "limit", "batch_size"),
     "--tasks": ("tasks", "tasks_file", "limit", "batch_size"),
+    "--kv-cache": ("kv_cache", "text", "seq_len", "windows"),
     "perplexity": ("text", "seq_len", "windows"),
 }
 
@@ -63,20 +64,29 @@ def run_chosen(
         what = EvalOptions(**{name: values[name] for name in _OWN_OPTIONS[kind]})
         run(model, reference, what, loading, show)
         return
+    if kind == "--kv-cache":
+        if reference is not None:
+            raise UsageError("--reference has no meaning with --kv-cache; leave one of them out")
+        names = cache_eval.parse_names(values["kv_cache"])
+        size = values["seq_len"], values["windows"]
+        cache_eval.run(model, names, values["text"], *size, loading, show)
+        return
     shared = {name: values[name] for name in ("limit", "batch_size")}
     if kind == "--tasks":
         asked = tasks.TaskOptions(names=values["tasks"], files=values["tasks_file"], **shared)
         tasks.run(model, reference, asked, loading, show)
     else:
-        names = tuple(name.strip() for name in values["harness"].split(",") if name.strip())
+        wanted = tuple(name.strip() for name in values["harness"].split(",") if name.strip())
         folder = values["include_path"]
-        chosen = harness.HarnessOptions(tasks=names, include_path=folder, **shared)
+        chosen = harness.HarnessOptions(tasks=wanted, include_path=folder, **shared)
         harness.run(model, reference, chosen, loading, show)
 
 
 def _kind(values: Mapping[str, Any]) -> str:
     if values["harness"] is not None:
         return "--harness"
+    if values["kv_cache"] is not None:
+        return "--kv-cache"
     return "--tasks" if values["tasks"] or values["tasks_file"] else "perplexity"
 
 

@@ -51,7 +51,7 @@ def show_plan(info: EngineInfo, where: Console) -> None:
         *(_part_line(part, info.backend_reason) for part in info.parts),
         f"KV cache: {info.kv_cache_dtype}, {console.size(info.kv_bytes_per_token)} a token; "
         f"{info.num_cache_tokens:,} tokens in {info.num_blocks:,} blocks of {info.block_size} "
-        f"({info.num_full_sequences:.1f} sequences of {info.max_model_len:,})",
+        f"({info.num_full_sequences:.1f} sequences of {info.max_model_len:,}){_tails(info)}",
         f"scheduler: {info.scheduling_policy}, at most {info.max_num_seqs} sequences and "
         f"{info.max_num_batched_tokens:,} tokens a step; prefixes are "
         f"{'kept' if info.prefix_caching else 'not kept'} for requests that begin alike",
@@ -62,6 +62,11 @@ def show_plan(info: EngineInfo, where: Console) -> None:
         where.print(line, highlight=False, markup=False)
     for text in info.notes:
         console.note(text)
+
+
+def _tails(info: EngineInfo) -> str:
+    size = console.size(info.kv_tail_bytes)
+    return f", and {size} for pages that are not full" if info.kv_tail_bytes else ""
 
 
 def _part_line(part: PlannedPart, common_reason: str) -> str:

@@ -36,6 +36,7 @@ class Batch:
         block_tables: int64 [S, B], padded with 0; row s belongs to ``spans[s]``. Blocks that
             are forgotten are 0 as well.
         logit_rows: int64 [R]; rows whose logits are wanted.
+        tails: each sequence's tail page, where the cache has them.
     """
 
     token_ids: Tensor
@@ -44,6 +45,7 @@ class Batch:
     spans: tuple[QuerySpan, ...]
     block_tables: Tensor
     logit_rows: Tensor
+    tails: tuple[int, ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -98,6 +100,7 @@ def build_batch(
         tuple(spans),
         tensor(tables),
         tensor(logit_rows),
+        tuple(chunk.sequence.tail for chunk in chunks),
     )
 
 

@@ -17,6 +17,10 @@ Free blocks are reused in this order: those of unknown contents, then the least 
 Where every layer has a sliding window, blocks that no later token sees are given back while their
 sequence runs; :data:`FORGOTTEN` keeps their place in the table. One table serves all layers, so a
 single layer that sees everything keeps all blocks.
+
+Some forms of the cache write a block when it is full, and keep an unfinished one aside
+(:mod:`.tails`). Then whoever begins to run gets a tail page, and a fork shares an unfinished block
+by a copy of its parent's page.
 """
 
 from __future__ import annotations
@@ -24,18 +28,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from itertools import chain
-from typing import NamedTuple
 
 from qtool.errors import EngineError
 from qtool.runtime.prefix_cache import PrefixCache
-from qtool.runtime.sequence import FORGOTTEN, Sequence
-
-
-class BlockCopy(NamedTuple):
-    """Copy the whole of block ``src`` over block ``dst``."""
-
-    src: int
-    dst: int
+from qtool.runtime.sequence import FORGOTTEN, NO_TAIL, Sequence
+from qtool.runtime.tails import BlockCopy, TailPages
 
 
 class BlockManager:
@@ -46,6 +43,7 @@ class BlockManager:
     Args:
         window: how many tokens a token sees in any layer, itself the last; ``None`` for all.
         prefixes: remembers full blocks, if given.
+        num_tails: pages for unfinished blocks; ``None`` where the form of the cache has none.
     """
 
     def __init__(
@@ -54,6 +52,7 @@ class BlockManager:
         block_size: int,
         window: int | None = None,
         prefixes: PrefixCache | None = None,
+        num_tails: int | None = None,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
@@ -62,6 +61,7 @@ class BlockManager:
         self.block_size = block_size
         self._window = window
         self._prefixes = prefixes
+        self._tails = None if num_tails is None else TailPages(num_tails)
         self._ref_counts = [0] * num_blocks
         self._blank = deque(range(num_blocks))  # nobody's, of unknown contents
         self._idle: OrderedDict[int, None] = OrderedDict()  # nobody's, but known
@@ -70,6 +70,11 @@ class BlockManager:
     def num_free(self) -> int:
         """Blocks that nobody owns."""
         return len(self._blank) + len(self._idle)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether one more sequence can begin to run."""
+        return self._tails is None or self._tails.num_free > 0
 
     @property
     def num_known(self) -> int:
@@ -154,6 +159,7 @@ class BlockManager:
         for block in prefix:
             if block != FORGOTTEN:
                 self._share(block)
+        self._take_tail(sequence)
         sequence.block_table = prefix
         sequence.num_computed = len(prefix) * self.block_size
         sequence.num_registered = len(prefix)
@@ -176,6 +182,9 @@ class BlockManager:
         most = min(parent.num_computed, child.num_tokens - 1)
         pairs = zip(parent.token_ids(0, most), child.token_ids(0, most), strict=True)
         child.num_computed = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
+        self._take_tail(child)
+        if self._tails is not None:
+            self._share_tail(self._tails, parent, child)
         table = parent.block_table[: self.blocks_needed(child.num_computed)]
         if FORGOTTEN in table[self._first_seen(child.num_computed) :]:
             child.num_computed, table = 0, []
@@ -183,6 +192,22 @@ class BlockManager:
         child.num_registered = child.num_computed // self.block_size
         for block in _held(child):
             self._share(block)
+
+    def take_tail_copies(self) -> list[BlockCopy]:
+        """Tail pages that forks since the last call begin with; to be copied in this order."""
+        return [] if self._tails is None else self._tails.take_copies()
+
+    def _take_tail(self, sequence: Sequence) -> None:
+        if self._tails is not None:
+            sequence.tail = self._tails.take()
+
+    def _share_tail(self, tails: TailPages, parent: Sequence, child: Sequence) -> None:
+        """Of an unfinished block only the parent's own is there as it was written."""
+        child_page, offset = divmod(child.num_computed, self.block_size)
+        if offset and child_page != parent.num_computed // self.block_size:
+            child.num_computed -= offset
+        elif offset:
+            tails.copy(parent.tail, child.tail)
 
     def _forget(self, sequence: Sequence) -> None:
         """Give up what no token to come will see; the table keeps its length."""
@@ -197,6 +222,9 @@ class BlockManager:
         """Give up all the sequence's blocks, tail first; nothing of it is computed any more."""
         for block in reversed(_held(sequence)):
             self._release(block)
+        if self._tails is not None and sequence.tail != NO_TAIL:
+            self._tails.release(sequence.tail)
+            sequence.tail = NO_TAIL
         sequence.block_table = []
         sequence.num_computed = sequence.num_registered = 0
 
@@ -207,6 +235,9 @@ class BlockManager:
             sequences: everyone who owns a block.
         """
         owners: Counter[int] = Counter()
+        sequences = list(sequences)
+        if self._tails is not None:
+            self._tails.check_integrity([sequence.tail for sequence in sequences])
         for sequence in sequences:
             owners.update(_held(sequence))
             held, needed = len(sequence.block_table), self.blocks_needed(sequence.num_computed)

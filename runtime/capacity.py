@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -50,21 +51,37 @@ def cache_budget(options: EngineOptions, device: torch.device) -> int:
     return int(free - total * (1 - options.gpu_memory_utilization))
 
 
-def count_blocks(
-    options: EngineOptions, max_model_len: int, bytes_per_token: int, device: torch.device
-) -> int:
-    """Blocks that fit the budget, but no more than ``max_num_seqs`` full sequences can use.
+class CacheSize(NamedTuple):
+    """Blocks, and tail pages beside them."""
+
+    blocks: int
+    tails: int
+
+
+def cache_size(
+    options: EngineOptions,
+    max_model_len: int,
+    bytes_per_token: int,
+    tail_bytes: int,
+    device: torch.device,
+) -> CacheSize:
+    """What fits the budget, but no more than ``max_num_seqs`` full sequences can use.
+
+    Args:
+        tail_bytes: of a tail page; 0 where the form of the cache has none. There is one for each
+            of ``max_num_seqs``, but no more than there are blocks: whoever runs needs one.
 
     Raises:
         EngineError: not even one block fits.
     """
     budget = cache_budget(options, device)
-    block_bytes = bytes_per_token * options.block_size
-    most = options.max_num_seqs * -(-max_model_len // options.block_size)
-    blocks = min(budget // block_bytes, most)
-    if blocks < 1:
+    block_bytes = bytes_per_token * options.cache_block_size
+    most = options.max_num_seqs * -(-max_model_len // options.cache_block_size)
+    tails = min(options.max_num_seqs, budget // (block_bytes + tail_bytes)) if tail_bytes else 0
+    blocks = min((budget - tails * tail_bytes) // block_bytes, most)
+    if blocks < 1 or (tail_bytes and tails < 1):
         raise EngineError(
-            f"{budget} bytes for the KV cache do not hold one block of {block_bytes}; give more "
-            "with --kv-cache-memory, or free memory"
+            f"{budget} bytes for the KV cache do not hold one block of {block_bytes + tail_bytes}; "
+            "give more with --kv-cache-memory, or free memory"
         )
-    return int(blocks)
+    return CacheSize(int(blocks), int(tails))

@@ -15,7 +15,7 @@ from qtool.errors import RequestError
 from qtool.runtime.admission import SchedulerConfig
 from qtool.runtime.batch import build_batch
 from qtool.runtime.blocks import BlockManager
-from qtool.runtime.capacity import count_blocks
+from qtool.runtime.capacity import cache_size
 from qtool.runtime.detokenizer import TextStream
 from qtool.runtime.generation import Generation
 from qtool.runtime.load_plan import make_plan
@@ -55,17 +55,22 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         decoder = model.decoder
-        bytes_per_token = decoder.kv_bytes_per_token
-        blocks = count_blocks(options, model.max_model_len, bytes_per_token, decoder.device)
+        size = cache_size(
+            options,
+            model.max_model_len,
+            decoder.kv_bytes_per_token,
+            decoder.kv_tail_bytes,
+            decoder.device,
+        )
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
         self._clock = clock
-        self._block_size = options.block_size
-        self._cache = decoder.new_cache(blocks, options.block_size)
+        self._block_size = options.cache_block_size
+        self._cache = decoder.new_cache(size.blocks, self._block_size, size.tails)
         prefixes = None
         if options.enable_prefix_caching:
-            prefixes = PrefixCache(options.block_size, options.loading.kv_cache_dtype)
-        window = decoder.config.window
-        self._blocks = BlockManager(blocks, options.block_size, window, prefixes)
+            prefixes = PrefixCache(self._block_size, decoder.kv_cache_dtype)
+        window, tails = decoder.config.window, size.tails or None
+        self._blocks = BlockManager(size.blocks, self._block_size, window, prefixes, tails)
         config = SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -80,7 +85,7 @@ class Engine:
         self._requests = itertools.count()
         self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
         self._timeouts = 0
-        self.info = make_plan(model, options, blocks)
+        self.info = make_plan(model, options, *size)
 
     @property
     def has_work(self) -> bool:
@@ -155,6 +160,7 @@ class Engine:
     def _run(self, step: ScheduledStep) -> list[OutputDelta]:
         generations = [self._generations[chunk.sequence.request_id] for chunk in step.chunks]
         samples = [chunk.samples for chunk in step.chunks]
+        self._cache.copy_tails(step.tail_copies)
         self._cache.copy_blocks(step.copies)
         if all(generation.needs_no_logits for generation in generations):
             sampled = self._forward_likeliest(step.chunks)

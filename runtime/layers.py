@@ -10,7 +10,7 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import Activation, DecoderConfig
 from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp
-from qtool.runtime.kv_cache import KVCache
+from qtool.runtime.kv_cache import LayerCache
 from qtool.runtime.rotary import RotaryRows, rotate
 
 
@@ -36,7 +36,7 @@ class Attention:
         rotary: tuple[RotaryRows, ...],
         layer: int,
         batch: Batch,
-        cache: KVCache,
+        cache: LayerCache,
         config: DecoderConfig,
         backend: Backend,
     ) -> Tensor:
@@ -51,8 +51,7 @@ class Attention:
         k = _norm_heads(k, self.k_norm, config, backend)
         if self.rope is not None:
             q, k = rotate(q, rotary[self.rope]), rotate(k, rotary[self.rope])
-        cache.write(layer, k, v, batch.slots)
-        out = backend.attention(q, cache.keys[layer], cache.values[layer], batch, self.scope)
+        out = cache.attend(layer, q, k, v, batch, self.scope, backend)
         return self.output(out.reshape(x.shape[0], -1))
 
 
@@ -114,7 +113,7 @@ class DecoderLayer:
         rotary: tuple[RotaryRows, ...],
         layer: int,
         batch: Batch,
-        cache: KVCache,
+        cache: LayerCache,
         config: DecoderConfig,
         backend: Backend,
     ) -> Tensor:

@@ -54,7 +54,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         quantization: str | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: Policy = "priority",
         seed: int | None = None,

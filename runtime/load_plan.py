@@ -22,7 +22,9 @@ from qtool.runtime.request import EngineInfo, PlannedPart
 _PLACE = re.compile(r"\b(?:model\.|layers\.\d+\.|self_attn\.|mlp\.|experts\.\d+\.)")
 
 
-def make_plan(model: LoadedModel, options: EngineOptions, num_blocks: int) -> EngineInfo:
+def make_plan(
+    model: LoadedModel, options: EngineOptions, num_blocks: int, num_tails: int = 0
+) -> EngineInfo:
     """The load plan of an engine.
 
     Raises:
@@ -41,9 +43,10 @@ def make_plan(model: LoadedModel, options: EngineOptions, num_blocks: int) -> En
         backend_reason=model.reason,
         quantization=model.quantization,
         max_model_len=model.max_model_len,
-        block_size=options.block_size,
+        block_size=options.cache_block_size,
         num_blocks=num_blocks,
         kv_bytes_per_token=decoder.kv_bytes_per_token,
+        kv_tail_bytes=num_tails * decoder.kv_tail_bytes,
         weight_bytes=decoder.weight_bytes,
         vocab_size=decoder.config.vocab_size,
         notes=(*model.notes, *shortage),
@@ -73,7 +76,7 @@ def invariance_cost(decoder: Decoder) -> str:
 
 
 def _shortage(model: LoadedModel, options: EngineOptions, num_blocks: int) -> tuple[str, ...]:
-    num_slots = num_blocks * options.block_size
+    num_slots = num_blocks * options.cache_block_size
     if num_slots >= model.max_model_len:
         return ()
     return (
@@ -104,5 +107,9 @@ def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
     if isinstance(backend, NativeBackend) and not isinstance(decoder, NativeDecoder):
         backend, why = backend.plain, "the decoder does not run as one native call a step"
     layers = decoder.config.num_layers
-    yield PlannedPart("attention", backend.attention_kernel, layers, 0, why)
+    attention, reason = backend.attention_kernel, why
+    if not isinstance(decoder, NativeDecoder) and decoder.kv.scheme.keys is not None:
+        attention += ", over pages decoded layer by layer"
+        reason = f"no native kernel here reads keys and values of the {decoder.kv.scheme.name} form"
+    yield PlannedPart("attention", attention, layers, 0, reason)
     yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from qtool.errors import EngineError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
@@ -17,9 +18,11 @@ from qtool.formats.scheme import WeightScheme
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
-from qtool.runtime.loader import StoredModel, load_decoder
+from qtool.runtime.kv_cache import CacheForm
+from qtool.runtime.kv_schemes import FP8, FP8_STATIC, INT8, WIDE, kv_scheme
+from qtool.runtime.loader import load_decoder
 from qtool.runtime.model import Decoder
-from qtool.runtime.native_decoder import compile_decoder, why_not_native
+from qtool.runtime.native_decoder import NativeDecoder, compile_decoder, why_not_native
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.rotary import scaling_notes
 from qtool.runtime.self_check import self_check
@@ -88,24 +91,50 @@ def load_model(
         if options.strict:
             refuse_notes(notes)
         decoder, stored = load_decoder(reader, selection.backend, length)
-    decoder, more = choose_form(decoder, options)
-    notes += stored.notes + more + _cache_notes(stored)
+    plain = decoder
+    form, cache_notes = choose_cache(options.kv_cache_dtype, stored.kv_scales, decoder)
+    decoder, more = choose_form(decoder, form)
+    notes += stored.notes + more + cache_notes
     if options.strict:
         refuse_notes(notes)
     if not stored.schemes:
         notes = tuple(note for note in notes if "4-bit weights" not in note)
     if options.self_check and (probe := read_probe(folder)) is not None:
-        self_check(decoder, probe, coarsest_compute(decoder, options), length)
+        # A coarse cache would hide what the probe looks for: damaged files and wrong products.
+        checked = decoder if isinstance(decoder, NativeDecoder) else plain
+        self_check(checked, probe, coarsest_compute(checked, options), length)
     return LoadedModel(
         folder, decoder, selection.reason, stored.schemes, length, notes, stored.kv_scales
     )
 
 
-def _cache_notes(stored: StoredModel) -> tuple[str, ...]:
-    if not stored.kv_scales:
-        return ()
-    count = len(stored.kv_scales)
-    return (f"the checkpoint has FP8 scales for the cache of {count} layers; they are not used",)
+def choose_cache(
+    asked: str, scales: Mapping[str, KvScales], decoder: Decoder
+) -> tuple[CacheForm, tuple[str, ...]]:
+    """How keys and values are stored, and what of the checkpoint's own scales is not used."""
+    scheme = kv_scheme(asked)
+    if scheme is not FP8:
+        count, text = len(scales), "the checkpoint has FP8 scales for the cache of"
+        unused = f"{text} {count} layers; they are not used without kv_cache_dtype fp8"
+        return CacheForm(scheme), (unused,) if scales else ()
+    names = [f"model.layers.{index}.self_attn" for index in range(len(decoder.layers))]
+    if missing := [name for name in names if name not in scales]:
+        found = f"{len(missing)} layers of the checkpoint have no FP8 scales for the cache"
+        return CacheForm(FP8), (f"{found}: it is not calibrated, and has a scale a token and head",)
+    notes: tuple[str, ...] = ()
+    if any(scales[name].query is not None for name in names):
+        notes = ("the checkpoint has FP8 scales for queries; queries are not rounded here",)
+    static = tuple(_by_head(scales[name], decoder.device) for name in names)
+    return CacheForm(FP8_STATIC, static), notes
+
+
+def _by_head(scales: KvScales, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Keys' and values' scales, float32 [1], or [num_kv_heads, 1]."""
+    key, value = (
+        scale.to(device, torch.float32) if scale.ndim == 1 else scale.to(device).float().flatten(1)
+        for scale in (scales.key, scales.value)
+    )
+    return key, value
 
 
 def coarsest_compute(decoder: Decoder, options: ModelOptions) -> str:
@@ -116,25 +145,17 @@ def coarsest_compute(decoder: Decoder, options: ModelOptions) -> str:
     return "bfloat16" if products == "bf16" else str(decoder.dtype).removeprefix("torch.")
 
 
-def choose_form(decoder: Decoder, options: ModelOptions) -> tuple[Decoder, tuple[str, ...]]:
-    """One native call a step where that is possible, and a note where it was expected.
-
-    Raises:
-        UsageError: a cache form that only native kernels have.
-    """
+def choose_form(decoder: Decoder, form: CacheForm) -> tuple[Decoder, tuple[str, ...]]:
+    """One native call a step where that is possible, and a note where it was expected."""
     obstacle = why_not_native(decoder)
+    if obstacle is None and form.scheme not in (WIDE, INT8):
+        obstacle = f"native kernels read no cache of the form {form.scheme.name}"
     if obstacle is None:
         wide = torch.bfloat16 if decoder.dtype == torch.bfloat16 else torch.float32
-        kv_dtype = torch.uint8 if options.kv_cache_dtype == "int8" else wide
-        return compile_decoder(decoder, kv_dtype), ()
-    if options.kv_cache_dtype != "auto":
-        raise UsageError(
-            f"kv_cache_dtype={options.kv_cache_dtype!r} needs native CPU kernels, and {obstacle}; "
-            "use kv_cache_dtype auto"
-        )
+        return compile_decoder(decoder, torch.uint8 if form.scheme is INT8 else wide), ()
     expected = isinstance(decoder.backend, NativeBackend)
     note = f"the decoder does not run as one native call a step: {obstacle}"
-    return decoder, (note,) if expected else ()
+    return replace(decoder, kv=form), (note,) if expected else ()
 
 
 def refuse_notes(notes: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from qtool.runtime.kernels.backend import (
     ReorderedInput,
     SideBySide,
 )
+from qtool.runtime.kv_cache import CacheForm
 from qtool.runtime.layers import Attention, DecoderLayer, FeedForward, Mlp
 from qtool.runtime.model import Decoder
 from qtool.runtime.moe import MixtureOfExperts, SharedExpert
@@ -118,7 +119,8 @@ class DecoderBuilder:
             Rotary(rope, config.head_dim, length, backend.dtype, backend.device)
             for rope in config.ropes
         )
-        return Decoder(config, backend, embedding, layers, norm, head, rotary, self._linears)
+        linears, form = self._linears, CacheForm()
+        return Decoder(config, backend, embedding, layers, norm, head, rotary, linears, form)
 
     def _head(self, embedding: Tensor) -> LinearOp:
         weight: Tensor | QuantizedTensor = embedding

@@ -10,7 +10,7 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp
-from qtool.runtime.kv_cache import BlockPools, KVCache
+from qtool.runtime.kv_cache import BlockPools, CacheForm, KVCache, LayerCache, QuantizedCache
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
 
@@ -25,6 +25,7 @@ class Decoder:
         head: hidden -> vocab, in float32.
         rotary: cosines and sines, for each of ``config.ropes``.
         linears: every linear by its checkpoint name, for the load plan.
+        kv: how it stores keys and values.
     """
 
     config: DecoderConfig
@@ -35,6 +36,7 @@ class Decoder:
     head: LinearOp
     rotary: tuple[Rotary, ...]
     linears: dict[str, LinearOp]
+    kv: CacheForm
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,21 +58,43 @@ class Decoder:
     @property
     def kv_cache_dtype(self) -> str:
         """How keys and values are stored."""
-        return str(self.dtype).removeprefix("torch.")
+        scheme = self.kv.scheme
+        if scheme.keys is None:
+            return str(self.dtype).removeprefix("torch.")
+        return f"{scheme.name} ({scheme.summary})"
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Memory that one token's keys and values take."""
-        return self.config.kv_bytes_per_token(self.dtype.itemsize)
+        """Memory that one token's keys and values take, scales included, tail pages not."""
+        config, size = self.config, self.kv.scheme.block_size(None)
+        page = self.kv.scheme.page_bytes(
+            size, config.num_kv_heads, config.head_dim, self.dtype.itemsize
+        )
+        return -(-config.num_layers * page // size)
 
-    def new_cache(self, num_blocks: int, block_size: int) -> BlockPools:
-        """An empty cache of the kind :meth:`forward` reads."""
-        return KVCache(self.config, num_blocks, block_size, self.dtype, self.device)
+    @property
+    def kv_tail_bytes(self) -> int:
+        """Memory of a running sequence's unfinished page, where the form keeps it aside; or 0."""
+        if not self.kv.scheme.has_tails:
+            return 0
+        size = self.kv.scheme.block_size(None)
+        return size * self.config.kv_bytes_per_token(self.dtype.itemsize)
+
+    def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
+        """An empty cache of the kind :meth:`forward` reads.
+
+        Args:
+            num_tails: sequences that may run at a time, where the form has tail pages.
+        """
+        config, dtype, device = self.config, self.dtype, self.device
+        if self.kv.scheme.keys is None:
+            return KVCache(config, num_blocks, block_size, dtype, device)
+        return QuantizedCache(self.kv, config, num_blocks, block_size, num_tails, dtype, device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
-        assert isinstance(cache, KVCache)
+        assert isinstance(cache, LayerCache)
         config, backend = self.config, self.backend
         # The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
         x = self.embedding[batch.token_ids].float() * config.embedding_scale

@@ -40,7 +40,12 @@ class NativeDecoder(Decoder):
         """Memory that one token's keys and values take."""
         return self.config.num_layers * self.step.page_bytes(TILE) // TILE
 
-    def new_cache(self, num_blocks: int, block_size: int) -> BlockPools:
+    @property
+    def kv_tail_bytes(self) -> int:
+        """There are no tail pages."""
+        return 0
+
+    def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
         """An empty cache.
 
         Raises:

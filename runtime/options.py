@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from qtool.errors import UsageError
 from qtool.runtime.admission import POLICIES, Policy
+from qtool.runtime.kv_schemes import kv_scheme
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 CPU_COMPUTES = ("auto", "int8", "bf16", "fp32")
-KV_CACHE_DTYPES = ("auto", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class ModelOptions:
         backend: ``auto``, or kernels by name: ``reference`` is exact and batch-invariant.
         cpu_compute: what native CPU kernels multiply in: ``int8`` rounds activations to 8 bits, a
             scale a token and group; ``auto`` is int8 for quantized weights in bfloat16, else fp32.
-        kv_cache_dtype: ``auto`` is the compute dtype; ``int8`` has a scale a token and head, and
-            needs native kernels.
+        kv_cache_dtype: how keys and values are stored, a row of
+            :data:`~qtool.runtime.kv_schemes.SCHEMES`; ``auto`` is the compute dtype.
         batch_invariant: a request gets the same tokens in any company, whatever that costs.
         strict: whatever is not as asked is an error instead of a note.
         self_check: ask a checkpoint's own probe (``qtool/probe.json``) after loading.
@@ -44,11 +44,11 @@ class ModelOptions:
             ("device", DEVICES),
             ("dtype", DTYPES),
             ("cpu_compute", CPU_COMPUTES),
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
         ):
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}: use one of {', '.join(allowed)}")
+        kv_scheme(self.kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class EngineOptions:
         gpu_memory_utilization: share of a GPU's memory for weights and cache, in (0, 1].
         kv_cache_memory: bytes for keys and values; overrides the share.
         quantization: what the user believes the checkpoint is; checked against it.
-        block_size: tokens per cache block.
+        block_size: tokens per cache block; ``None`` is 16, or what the form of the cache needs.
         enable_prefix_caching: requests that begin alike share what of it is computed.
         scheduling_policy: ``priority`` serves lower priorities first, and among equals in the
             order of arrival; ``fcfs`` by arrival alone, and refuses priorities.
@@ -83,12 +83,24 @@ class EngineOptions:
     quantization: str | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    block_size: int = 16
+    block_size: int | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: Policy = "priority"
     seed: int | None = None
 
+    @property
+    def cache_block_size(self) -> int:
+        """Tokens per cache block."""
+        return kv_scheme(self.loading.kv_cache_dtype).block_size(self.block_size)
+
     def __post_init__(self) -> None:
+        self._check_numbers()
+        kv_scheme(self.loading.kv_cache_dtype).block_size(self.block_size)
+        if self.scheduling_policy not in POLICIES:
+            allowed = ", ".join(POLICIES)
+            raise UsageError(f"scheduling_policy={self.scheduling_policy!r}: use one of {allowed}")
+
+    def _check_numbers(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:
                 raise UsageError(
@@ -98,9 +110,6 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
-        if self.scheduling_policy not in POLICIES:
-            allowed = ", ".join(POLICIES)
-            raise UsageError(f"scheduling_policy={self.scheduling_policy!r}: use one of {allowed}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from qtool.runtime.blocks import BlockCopy
 from qtool.runtime.sequence import Sequence
+from qtool.runtime.tails import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,13 @@ class ScheduledStep:
     Attributes:
         chunks: at most one a sequence, best rank first among those that were running already.
         copies: to be made before anything is written, see :meth:`BlockManager.grow`.
+        tail_copies: tail pages to copy before that, in order.
         preempted: lost their blocks to others in this step.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    tail_copies: list[BlockCopy] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
     @property

@@ -140,7 +140,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         """Decide the next step and give it its blocks. It must be committed before the next."""
         assert self._in_flight is None, "schedule before the last step was committed"
-        step = ScheduledStep()
+        step = ScheduledStep(tail_copies=self._blocks.take_tail_copies())
         self._schedule_running(step)
         if not step.preempted:
             self._admit_waiting(step)
@@ -186,7 +186,7 @@ class Scheduler:
 
     @property
     def _has_place(self) -> bool:
-        return len(self._running) < self._config.max_num_seqs
+        return len(self._running) < self._config.max_num_seqs and self._blocks.has_tail
 
     def _register(self, sequence: Sequence) -> None:
         assert sequence.arrival < 0, f"{sequence.request_id}: added twice"

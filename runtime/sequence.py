@@ -7,6 +7,8 @@ from enum import Enum
 
 from qtool.runtime.sampling_params import SamplingParams
 
+# No tail page.
+NO_TAIL = -1
 # In a block table: behind the window of every layer, and given back.
 FORGOTTEN = -1
 
@@ -32,6 +34,7 @@ class Sequence:
         deadline: when it ends whatever it has, on the clock of ``Scheduler.expire``.
         arrival: position among all sequences ever added; breaks ties of priority.
         block_table: physical block of each logical block of tokens.
+        tail: the page that holds its unfinished block, where the cache keeps those aside.
         num_computed: how many tokens, from the first, have their keys and values in the cache.
         num_registered: how many of its blocks, from the first, the prefix cache has seen.
         block_digests: names of its first full blocks in the prefix cache.
@@ -48,6 +51,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list, init=False)
     arrival: int = field(default=-1, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
+    tail: int = field(default=NO_TAIL, init=False)
     num_computed: int = field(default=0, init=False)
     num_registered: int = field(default=0, init=False)
     block_digests: list[bytes] = field(default_factory=list, init=False)

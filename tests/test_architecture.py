@@ -41,13 +41,15 @@ RUNTIME_LAYERS = [
     {"llm"},
     {"startup", "progress"},
     {"engine_thread"},
+    {"cache_quality"},
     {"engine", "evaluate"},
     {"load_plan"},
     {"generation", "capacity", "loaded_model", "machine"},
     {"native_decoder", "window_run", "self_check"},
     {"model", "loader", "sampler", "logprobs", "tokenizer"},
     {"moe"},
-    {"batch", "config", "families", "linear", "layers", "rope_config", "rotary", "kv_cache"},
+    {"batch", "config", "families", "linear", "layers", "rope_config", "rotary"}
+    | {"kv_cache", "kv_codes", "kv_segments"},
     {"kernels"},
 ]
 # These hold no tensors: any runtime module may import them, and they import only each other.
@@ -58,6 +60,8 @@ RUNTIME_PLAIN = {
     "request",
     "sequence",
     "prefix_cache",
+    "kv_schemes",
+    "tails",
     "blocks",
     "admission",
     "scheduled_step",

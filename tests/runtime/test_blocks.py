@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.errors import EngineError
-from qtool.runtime.blocks import FORGOTTEN, BlockCopy, BlockManager
+from qtool.runtime.blocks import FORGOTTEN, BlockManager
 from qtool.runtime.sequence import Sequence
+from qtool.runtime.tails import BlockCopy
 from support.scripted import make_sequence
 
 

@@ -52,6 +52,22 @@ def test_it_says_how_many_tokens_and_sequences_fit(tiny_model_folder: Path) -> N
     assert (plan.kv_cache_dtype, plan.kv_bytes_per_token) == ("float32", 2 * 2 * 2 * 16 * 4)
 
 
+def test_it_says_what_reads_a_quantized_cache_and_what_its_tail_pages_take(
+    tiny_model_folder: Path,
+) -> None:
+    loading = ModelOptions(device="cpu", dtype="fp32", backend="reference", kv_cache_dtype="int4")
+    options = EngineOptions(model="org/tiny", loading=loading)
+    plan = make_plan(load_model(tiny_model_folder, loading), options, 40, 3)
+    (attention,) = (part for part in plan.parts if part.part == "attention")
+    assert attention.kernel == "torch, row tiles, over pages decoded layer by layer"
+    assert "no native kernel here reads keys and values of the int4 form" in attention.why
+    assert (plan.block_size, plan.num_cache_tokens) == (64, 2560)
+    # 16 elements a head: keys 4.5 bits, values 4 and a grid of 32 bits.
+    assert plan.kv_bytes_per_token == 2 * 2 * (9 + 12)
+    assert plan.kv_tail_bytes == 3 * 64 * 2 * 2 * 2 * 16 * 4
+    assert plan.kv_cache_dtype.startswith("int4 (keys by channel in pages of 64")
+
+
 def test_a_cache_that_holds_no_whole_sequence_is_a_note_and_under_strict_an_error(
     tiny_model_folder: Path,
 ) -> None:
@@ -130,6 +146,11 @@ def test_serve_plan_prints_it_and_stops(tiny_model_folder: Path) -> None:
     for text in ("2 x o_proj: torch linear, row tiles", "KV cache: float32", "scheduler: priority"):
         assert text in result.stdout
     assert "listening" not in result.output
+    result = CliRunner().invoke(
+        main, ["serve", str(tiny_model_folder), *asked, "--kv-cache-dtype=int4"]
+    )
+    for text in ("KV cache: int4 (keys by channel", "blocks of 64", "for pages that are not full"):
+        assert text in result.stdout
 
 
 def test_the_server_tells_it_without_the_models_place_on_disk(tiny_model_folder: Path) -> None:

@@ -11,7 +11,6 @@ tokens, and that each running sequence advances unless it was preempted.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -21,171 +20,89 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qtool.errors import RequestError
 from qtool.runtime.admission import SchedulerConfig
-from qtool.runtime.blocks import BlockCopy, BlockManager
+from qtool.runtime.blocks import BlockManager
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.scheduled_step import Chunk, ScheduledStep
 from qtool.runtime.scheduler import Scheduler
 from qtool.runtime.sequence import Sequence
-from support.scripted import VOCAB_SIZE, ScriptedEngine, make_sequence, run_alone
+from qtool.runtime.tails import BlockCopy, TailPages
+from support.schedules import (
+    SHARED_PREFIX,
+    assert_streams_are_those_of_solo_runs,
+    check_schedules,
+    limit,
+    max_steps,
+    no_window,
+    random_config,
+    random_sequence,
+    some_window,
+)
+from support.scripted import VOCAB_SIZE, ScriptedEngine, make_sequence
 
 NUM_SCHEDULES = 2500
 
 
-def _limit(engine: ScriptedEngine, sequence: Sequence) -> int:
-    """As ``Scheduler.token_limit``, worked out again."""
-    max_tokens = sequence.params.max_tokens
-    wanted = 10**9 if max_tokens is None else len(sequence.prompt_token_ids) + max_tokens
-    num_slots = engine.blocks.num_blocks * engine.blocks.block_size
-    return min(wanted, engine.config.max_model_len, num_slots)
-
-
-def _max_steps(engine: ScriptedEngine, sequences: list[Sequence]) -> int:
-    """More steps than these may take. With one priority, the sum of their tokens.
-
-    With several, or where later ones may pass, a better one may begin while a worse one runs and
-    take its blocks, so each of them may begin anew once for each better one.
-    """
-    num_tokens = sum(_limit(engine, sequence) for sequence in sequences)
-    one_priority = len({sequence.priority for sequence in sequences}) <= 1
-    strict = one_priority and engine.config.max_passes == 0
-    return num_tokens if strict else num_tokens * len(sequences)
-
-
-def _assert_streams_are_those_of_solo_runs(engine: ScriptedEngine) -> None:
-    for sequence in engine.finished:
-        limit = _limit(engine, sequence)
-        expected = run_alone(sequence.prompt_token_ids, limit, engine.window)
-        assert sequence.output_token_ids == expected, sequence.request_id
-
-
-def _random_config(rng: random.Random) -> tuple[SchedulerConfig, int, int]:
-    seqs = rng.randint(1, 8)
-    config = SchedulerConfig(
-        max_num_seqs=seqs,
-        max_num_batched_tokens=seqs + rng.choice([0, 1, 3, 10, 100]),
-        max_model_len=rng.choice([12, 30, 1000]),
-        watermark=rng.choice([0.0, 0.0, 0.0, 0.1, 0.5]),
-        expects_output=rng.random() < 0.2,
-        max_passes=rng.choice([0, 0, 1, 5]),
-    )
-    block_size = rng.choice([1, 2, 3, 4, 8])
-    return config, max(rng.randint(8, 64) // block_size, 2), block_size
-
-
-# Prompts begin alike, or prefixes would never be found; some have the salt of another tenant.
-SHARED_PREFIX = list(range(1, 25))
-SALTS = ("", "", "tenant")
-
-
-def _random_sequence(rng: random.Random, name: str, priorities: int) -> Sequence:
-    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 6, 12, 24]))]
-    prompt = SHARED_PREFIX[: rng.choice([0, 0, 5, 16, 24])] + prompt
-    max_tokens = rng.choice([0, 1, 5, 20, 20, None])
-    priority, salt = rng.randrange(priorities), rng.choice(SALTS)
-    return make_sequence(name, prompt, max_tokens, priority, salt, rng.choice([None, None, 9.0]))
-
-
-def _random_fork(rng: random.Random, name: str, parent: Sequence) -> Sequence:
-    """Another sample of the parent's prompt, a continuation of it, or a branch of its output."""
-    end = rng.choice([len(parent.prompt_token_ids), parent.num_tokens])
-    branch = [rng.randrange(VOCAB_SIZE)] * rng.randint(0, 2)
-    tokens = parent.token_ids(0, end) + branch
-    return make_sequence(name, tokens, rng.choice([1, 5, 20]), 0, parent.cache_salt)
-
-
-def _act(rng: random.Random, engine: ScriptedEngine, name: str, priorities: int) -> None:
-    """Add, fork, abort (between steps or in one), or just step."""
-    victim = rng.choice(engine.alive) if engine.alive else None
-    action = rng.random()
-    try:
-        if action < 0.3 or victim is None:
-            engine.add(_random_sequence(rng, name, priorities))
-        elif action < 0.4:
-            engine.fork(victim, _random_fork(rng, name, victim))
-        elif action < 0.44:
-            engine.abort(victim)
-        elif action < 0.445:
-            engine.expire(9.0)
-        else:
-            engine.step(abort_in_flight=victim if action < 0.48 else None)
-    except RequestError as error:
-        assert error.param == "prompt"
-
-
-def _run_random_schedule(
-    seed: int, window: int | None = None, remembers: bool = True
-) -> ScriptedEngine:
-    rng = random.Random(seed)
-    engine = ScriptedEngine(*_random_config(rng), window, remembers=remembers)
-    priorities = rng.choice([1, 1, 3])
-    for i in range(rng.randint(1, 40)):
-        _act(rng, engine, f"{seed}-{i}", priorities)
-    engine.drain(_max_steps(engine, engine.alive))
-    return engine
-
-
-def _check_schedules(
-    seeds: range, window: Callable[[int], int | None], remembers: bool = True
-) -> dict[str, float]:
-    """How often what might go wrong was tried, a schedule."""
-    counts = Counter[str]()
-    for seed in seeds:
-        try:
-            engine = _run_random_schedule(seed, window(seed), remembers)
-            _assert_streams_are_those_of_solo_runs(engine)
-        except AssertionError as error:
-            raise AssertionError(f"schedule with seed {seed}: {error}") from error
-        counts["preemptions"] += engine.num_preemptions
-        counts["copies"] += engine.num_copies
-        counts["hits"] += engine.num_hits
-        counts["finished"] += len(engine.finished)
-    return {name: count / len(seeds) for name, count in counts.items()}
-
-
-def _no_window(seed: int) -> None:
-    return None
-
-
-def _some_window(seed: int) -> int:
-    return 1 + seed % 10
-
-
 def test_thousands_of_random_schedules_give_every_request_its_solo_tokens() -> None:
-    tried = _check_schedules(range(NUM_SCHEDULES), _no_window)
+    tried = check_schedules(range(NUM_SCHEDULES), no_window)
     # Without these the property would hold for want of trying.
     assert tried["preemptions"] > 0.4 and tried["copies"] > 0.2 and tried["hits"] > 1
     assert tried["finished"] > 3
 
 
 def test_without_a_prefix_cache_the_tokens_are_the_same() -> None:
-    tried = _check_schedules(range(NUM_SCHEDULES // 2), _no_window, remembers=False)
+    tried = check_schedules(range(NUM_SCHEDULES // 2), no_window, remembers=False)
     assert tried["preemptions"] > 0.5 and tried["copies"] > 0.2 and tried["hits"] == 0
 
 
 def test_a_sliding_window_gives_every_request_its_solo_tokens_and_its_blocks_back() -> None:
-    tried = _check_schedules(range(NUM_SCHEDULES // 4), _some_window)
+    tried = check_schedules(range(NUM_SCHEDULES // 4), some_window)
     assert tried["preemptions"] > 0.025 and tried["copies"] > 0.1 and tried["hits"] > 0.5
+
+
+@pytest.mark.parametrize("window", [no_window, some_window])
+def test_with_tail_pages_the_tokens_are_the_same(window: Callable[[int], int | None]) -> None:
+    tried = check_schedules(range(NUM_SCHEDULES // 4), window, tails=True)
+    assert tried["tail copies"] > 0.05 and tried["hits"] > 0.5
+    assert tried["preemptions"] > (0.1 if window is no_window else 0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("window", [_no_window, _some_window])
+@pytest.mark.parametrize("window", [no_window, some_window])
 def test_many_more_schedules(window: Callable[[int], int | None]) -> None:
-    _check_schedules(range(NUM_SCHEDULES, 30_000), window)
+    check_schedules(range(NUM_SCHEDULES, 30_000), window)
 
 
 class TestPlantedBugs:
     """The properties are worth something only if they fail when they should."""
 
-    def _is_caught(self) -> bool:
+    def _is_caught(self, tails: bool = False) -> bool:
         try:
-            _check_schedules(range(150), _no_window)
+            check_schedules(range(150), no_window, tails=tails)
         except (AssertionError, KeyError, IndexError):
             return True
         return False
 
     def test_without_a_bug_nothing_is_caught(self) -> None:
         assert not self._is_caught()
+        assert not self._is_caught(tails=True)
+
+    def test_a_fork_whose_tail_page_is_not_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(TailPages, "copy", lambda *_: None)
+        assert self._is_caught(tails=True)
+
+    def test_a_fork_into_a_page_that_its_parent_has_filled(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def share(_: BlockManager, tails: TailPages, parent: Sequence, child: Sequence) -> None:
+            tails.copy(parent.tail, child.tail)
+
+        monkeypatch.setattr(BlockManager, "_share_tail", share)
+        assert self._is_caught(tails=True)
+
+    def test_a_tail_page_that_is_not_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(TailPages, "release", lambda *_: None)
+        assert self._is_caught(tails=True)
 
     def test_a_reference_that_is_not_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def share(blocks: BlockManager, block: int) -> None:
@@ -259,15 +176,15 @@ class TestPlantedBugs:
 def test_each_request_ends_within_as_many_steps_as_it_and_those_before_it_have_tokens() -> None:
     for seed in range(200):
         rng = random.Random(seed)
-        engine = ScriptedEngine(*_random_config(rng))
+        engine = ScriptedEngine(*random_config(rng))
         for i in range(12):
             try:
-                engine.add(_random_sequence(rng, str(i), priorities=1))
+                engine.add(random_sequence(rng, str(i), priorities=1))
             except RequestError:
                 continue
         bound, everyone = 0, list(engine.alive)
         for sequence in everyone:
-            bound += _limit(engine, sequence)
+            bound += limit(engine, sequence)
             while sequence in engine.alive:
                 engine.step()
                 assert engine.num_steps <= bound, f"seed {seed}, request {sequence.request_id}"
@@ -287,6 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         expects_output=st.booleans(),
         max_passes=st.sampled_from([0, 2]),
         remembers=st.booleans(),
+        num_tails=st.sampled_from([None, 1, 6]),
     )
     def start(
         self,
@@ -300,6 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         expects_output: bool,
         max_passes: int,
         remembers: bool,
+        num_tails: int | None,
     ) -> None:
         config = SchedulerConfig(
             seqs,
@@ -310,7 +229,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_passes=max_passes,
         )
         self.engine = ScriptedEngine(
-            config, num_slots // block_size, block_size, window, remembers=remembers
+            config,
+            num_slots // block_size,
+            block_size,
+            window,
+            remembers=remembers,
+            num_tails=num_tails,
         )
         self.num_added = 0
 
@@ -380,8 +304,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self.engine.drain(_max_steps(self.engine, self.engine.alive))
-        _assert_streams_are_those_of_solo_runs(self.engine)
+        self.engine.drain(max_steps(self.engine, self.engine.alive))
+        assert_streams_are_those_of_solo_runs(self.engine)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -3,6 +3,9 @@
 Every chunk writes its tokens into the slots its block table names, and every sample reads the
 whole sequence back through the table. A block that is stale, shared while written or not copied
 therefore changes the tokens, as it would with a real model.
+
+With tail pages a block is written from its sequence's page when it is full, and what is not full is
+read from there.
 """
 
 from __future__ import annotations
@@ -59,9 +62,11 @@ class ScriptedEngine:
         window: int | None = None,
         *,
         remembers: bool = False,
+        num_tails: int | None = None,
     ) -> None:
         prefixes = PrefixCache(block_size) if remembers else None
-        self.blocks = BlockManager(num_blocks, block_size, window, prefixes)
+        self.blocks = BlockManager(num_blocks, block_size, window, prefixes, num_tails)
+        self._tails: list[list[int | None]] = [[None] * block_size for _ in range(num_tails or 0)]
         self.window = window
         self.scheduler = Scheduler(config, self.blocks)
         self.config = config
@@ -70,6 +75,7 @@ class ScriptedEngine:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_copies = 0
+        self.num_tail_copies = 0
         self.num_hits = 0
         self.num_tokens = 0
         self._sampled_from: dict[str, list[int | None]] = {}
@@ -126,6 +132,7 @@ class ScriptedEngine:
         self.num_steps += 1
         self.num_preemptions += len(step.preempted)
         self.num_copies += len(step.copies)
+        self.num_tail_copies += len(step.tail_copies)
         self.num_tokens += step.num_tokens
         assert 0 < step.num_tokens <= self.config.max_num_batched_tokens
         scheduled = [chunk.sequence for chunk in step.chunks]
@@ -138,6 +145,8 @@ class ScriptedEngine:
 
     def _run(self, step: ScheduledStep) -> None:
         size = self.blocks.block_size
+        for src, dst in step.tail_copies:
+            self._tails[dst] = list(self._tails[src])
         for src, dst in step.copies:
             self._cache[dst * size : (dst + 1) * size] = self._cache[src * size : (src + 1) * size]
         # The owners are counted here anew, not taken from the block manager.
@@ -170,10 +179,26 @@ class ScriptedEngine:
             slot = self._slot(chunk.sequence, position)
             block = slot // self.blocks.block_size
             assert owners[block] == 1, f"block {block} is written, and has {owners[block]} owners"
-            self._cache[slot] = token
+            self._put(chunk.sequence, slot, token)
 
     def _read(self, sequence: Sequence, first: int, end: int) -> list[int | None]:
-        return [self._cache[self._slot(sequence, position)] for position in range(first, end)]
+        return [self._held(sequence, position, end) for position in range(first, end)]
+
+    def _put(self, sequence: Sequence, slot: int, token: int) -> None:
+        if not self._tails:
+            self._cache[slot] = token
+            return
+        size, tail = self.blocks.block_size, self._tails[sequence.tail]
+        tail[slot % size] = token
+        if slot % size == size - 1:
+            self._cache[slot + 1 - size : slot + 1] = tail
+
+    def _held(self, sequence: Sequence, position: int, end: int) -> int | None:
+        """What of a sequence with ``end`` computed tokens is held at a position."""
+        size = self.blocks.block_size
+        if self._tails and position // size == end // size:
+            return self._tails[sequence.tail][position % size]
+        return self._cache[self._slot(sequence, position)]
 
     def _first_seen(self, position: int) -> int:
         return 0 if self.window is None else max(0, position - self.window + 1)

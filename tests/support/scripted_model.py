@@ -38,9 +38,11 @@ class ScriptedDecoder:
     kv_cache_dtype: str = "none"
     weight_bytes: int = 0
     kv_bytes_per_token: int = 4
+    kv_tail_bytes: int = 0
+    kv_cache_dtype: str = "scripted"
     _script_of: dict[int, int] = field(default_factory=dict)
 
-    def new_cache(self, num_blocks: int, block_size: int) -> BlockPools:
+    def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 0) -> BlockPools:
         return BlockPools(block_size, [torch.zeros(num_blocks)])
 
     def forward(self, batch: Batch, cache: object) -> Tensor:

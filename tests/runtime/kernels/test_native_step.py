@@ -165,7 +165,7 @@ class TestTheCache:
     """Pages in the kernels' own form."""
 
     def test_a_copied_block_gives_the_same_continuation(self, quantized: Path) -> None:
-        from qtool.runtime.blocks import BlockCopy
+        from qtool.runtime.tails import BlockCopy
 
         decoder, ids = _native(quantized, "int8", "int8"), token_ids(16, 4)
         cache, sequence = make_cache(decoder), make_sequence(ids, 0)
@@ -205,8 +205,17 @@ class TestFallback:
         assert relative_error(run_whole(model.decoder, ids), run_whole(reference, ids)) < 1e-5
         with pytest.raises(EngineError, match="--strict: .*QTOOL_NATIVE=0"):
             load_model(quantized, ModelOptions(device="cpu", strict=True))
-        with pytest.raises(UsageError, match="kv_cache_dtype='int8' needs native"):
-            _load(quantized, kv_cache_dtype="int8")
+        small = _load(quantized, kv_cache_dtype="int8").decoder
+        assert small.kv_cache_dtype.startswith("int8")
+        assert relative_error(run_whole(small, ids), run_whole(reference, ids)) < 0.05
+
+    @pytest.mark.parametrize("name", ["fp8", "k8v4", "int4"])
+    def test_a_cache_that_native_kernels_do_not_read_runs_layer_by_layer(
+        self, quantized: Path, name: str
+    ) -> None:
+        model = _load(quantized, kv_cache_dtype=name)
+        assert not isinstance(model.decoder, NativeDecoder)
+        assert any(f"read no cache of the form {name}" in note for note in model.notes)
 
     def test_a_head_the_attention_does_not_take_runs_layer_by_layer(
         self, model_factory: Callable[..., Path]

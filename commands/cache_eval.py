@@ -1,0 +1,111 @@
+"""``qtool eval --kv-cache``: what each form of the cache costs, in one table."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from qtool.calibration.data import evaluation_windows, held_out_documents, load_tokenizer
+from qtool.commands import console
+from qtool.errors import UsageError
+from qtool.formats.model_source import resolve_model
+from qtool.runtime.cache_quality import CacheQuality, compare_caches
+from qtool.runtime.kv_schemes import WIDE, kv_scheme
+from qtool.runtime.loaded_model import load_model
+from qtool.runtime.options import ModelOptions
+
+
+def parse_names(text: str) -> list[str]:
+    """Names of forms as given, the compute dtype's before all of them.
+
+    Raises:
+        UsageError: there is none of a name.
+    """
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    for name in asked:
+        kv_scheme(name)
+    return list(dict.fromkeys([WIDE.name, *asked]))
+
+
+def run(
+    model: str,
+    names: list[str],
+    text: str,
+    seq_len: int,
+    count: int,
+    loading: ModelOptions,
+    show: console.Show = console.TEXT,
+) -> list[CacheQuality]:
+    """Score ``count`` windows of ``seq_len`` tokens under each form, and show the table.
+
+    Raises:
+        UsageError: the options ask for one form as well.
+        QtoolError: the model or the text cannot be read.
+    """
+    if loading.kv_cache_dtype != WIDE.name:
+        raise UsageError(
+            "--kv-cache-dtype has no meaning with --kv-cache, which compares forms; leave one out"
+        )
+    folder = resolve_model(model)
+    tokenizer = load_tokenizer(folder)
+    source = held_out_documents(text).render(tokenizer)
+    windows = evaluation_windows(source, tokenizer, seq_len, count)
+    with show.status(f"loading {model}"):
+        loaded = load_model(folder, loading, seq_len)
+    for note in loaded.notes:
+        show.note(note)
+    with show.steps() as steps:
+        results = compare_caches(
+            loaded, names, windows, lambda done, total: steps.update("evaluate", done, total)
+        )
+    for result in results:
+        for note in result.notes:
+            show.note(f"{result.name}: {note}")
+    facts = {
+        "model": model,
+        "text": source.name,
+        "text_sha256": source.fingerprint,
+        "seq_len": seq_len,
+        "windows": len(windows),
+        "dtype": str(loaded.decoder.dtype).removeprefix("torch."),
+        "quantization": loaded.quantization,
+    }
+    if show.as_json:
+        console.emit("result", facts | {"caches": [result.to_dict() for result in results]})
+        return results
+    for table in (_cost_table(results), _position_table(results)):
+        console.out.print(table)
+    console.out.print(
+        f"{facts['text']}: {len(windows)} windows of {seq_len} tokens, {facts['dtype']}; "
+        "bytes are of a token, KL and agreement are with the first row",
+        highlight=False,
+    )
+    return results
+
+
+def _cost_table(results: list[CacheQuality]) -> Table:
+    table = Table()
+    for column in ("cache", "bytes", "bits", "perplexity", "NLL", "+NLL", "KL", "top-1"):
+        table.add_column(column, justify="left" if column == "cache" else "right")
+    for result in results:
+        table.add_row(
+            result.name,
+            f"{result.bytes_per_token:,}",
+            f"{result.bits:.2f}",
+            f"{result.to_dict()['perplexity']:.3f}",
+            f"{result.nll:.4f}",
+            f"{result.nll - results[0].nll:+.4f}",
+            f"{result.kl:.5f}",
+            f"{result.top1:.1%}",
+        )
+    return table
+
+
+def _position_table(results: list[CacheQuality]) -> Table:
+    table = Table(title="perplexity by position (KL)")
+    table.add_column("cache")
+    for part in results[0].ranges:
+        table.add_column(f"{part.start}-{part.end - 1}", justify="right")
+    for result in results:
+        cells = (f"{part.perplexity:.3f} ({part.kl:.4f})" for part in result.ranges)
+        table.add_row(result.name, *cells)
+    return table

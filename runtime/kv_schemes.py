@@ -1,0 +1,149 @@
+"""How keys and values are stored: one row a scheme, read by everybody who asks. No torch here.
+
+A scheme says of keys and of values how many bits an element has, and what shares a scale. What
+shares a scale decides the rest: elements of several tokens that do can only be written when all of
+them are there, so such a scheme has pages of a fixed size, and keeps the page that a sequence is
+writing in the compute dtype until it is full (``docs/kv-cache.md``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qtool.errors import UsageError
+
+Sharing = Literal["checkpoint", "head", "group", "channel"]
+
+# Tokens of a block where a scheme leaves it open.
+BLOCK_SIZE = 16
+# Tokens of a page whose keys share a scale by channel.
+PAGE_SIZE = 64
+# Values of a token and head that share a scale.
+GROUP_SIZE = 64
+# A scale is float16; where the grid is asymmetric a float16 minimum lies beside it.
+SCALE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How keys, or values, are stored.
+
+    Attributes:
+        bits: of an element.
+        type: ``int`` codes, or ``float``: e4m3fn.
+        sharing: what shares a scale: ``head``: a token's elements of one head; ``group``: each
+            :data:`GROUP_SIZE` of them; ``channel``: a channel of a head in one page; ``checkpoint``
+            has scales of its own, and the cache none.
+    """
+
+    bits: int
+    type: Literal["int", "float"]
+    sharing: Sharing
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether a scale alone makes the grid: with 4 bits a minimum pays."""
+        return self.bits == 8
+
+    def page_bytes(self, num_tokens: int, head_dim: int) -> int:
+        """Bytes of one head's elements of a page, scales included."""
+        grid = SCALE_BYTES if self.symmetric else 2 * SCALE_BYTES
+        grids = {
+            "checkpoint": 0,
+            "head": num_tokens,
+            "group": num_tokens * (head_dim // group_size(head_dim)),
+            "channel": head_dim,
+        }
+        return num_tokens * head_dim * self.bits // 8 + grid * grids[self.sharing]
+
+
+@dataclass(frozen=True, slots=True)
+class KVScheme:
+    """One way to store keys and values.
+
+    Attributes:
+        name: as options and the prefix cache call it.
+        keys, values: ``None`` is the compute dtype.
+        summary: for people, what follows the name.
+    """
+
+    name: str
+    keys: Stored | None
+    values: Stored | None
+    summary: str
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether unfinished pages are kept aside, in the compute dtype."""
+        return any(part is not None and part.sharing == "channel" for part in self._parts)
+
+    def block_size(self, asked: int | None) -> int:
+        """Tokens of a block: what was asked for, or what the scheme needs.
+
+        Raises:
+            UsageError: they differ.
+        """
+        if not self.has_tails:
+            return BLOCK_SIZE if asked is None else asked
+        if asked not in (None, PAGE_SIZE):
+            raise UsageError(
+                f"block_size={asked}: keys of the {self.name} cache share scales in pages of "
+                f"{PAGE_SIZE} tokens; leave it out"
+            )
+        return PAGE_SIZE
+
+    def page_bytes(self, num_tokens: int, num_heads: int, head_dim: int, wide: int) -> int:
+        """Bytes of one layer's block, all included but the tail pages.
+
+        Args:
+            wide: bytes of an element of the compute dtype.
+        """
+        plain = num_tokens * head_dim * wide
+        sizes = (plain if p is None else p.page_bytes(num_tokens, head_dim) for p in self._parts)
+        return num_heads * sum(sizes)
+
+    @property
+    def _parts(self) -> tuple[Stored | None, Stored | None]:
+        return self.keys, self.values
+
+
+_INT8_HEAD, _FP8_HEAD = Stored(8, "int", "head"), Stored(8, "float", "head")
+_FP8_STATIC, _INT4_GROUP = Stored(8, "float", "checkpoint"), Stored(4, "int", "group")
+_INT4_CHANNEL = Stored(4, "int", "channel")
+
+WIDE = KVScheme("auto", None, None, "")
+FP8 = KVScheme("fp8", _FP8_HEAD, _FP8_HEAD, "e4m3, a scale a token and head")
+# Not asked for by name: what fp8 is where the checkpoint brings scales for every layer.
+FP8_STATIC = KVScheme("fp8 static", _FP8_STATIC, _FP8_STATIC, "e4m3, scales of the checkpoint")
+INT8 = KVScheme("int8", _INT8_HEAD, _INT8_HEAD, "a scale a token and head")
+K8V4 = KVScheme(
+    "k8v4",
+    _INT8_HEAD,
+    _INT4_GROUP,
+    f"8-bit keys, a scale a token and head; 4-bit values in groups of {GROUP_SIZE}",
+)
+INT4 = KVScheme(
+    "int4",
+    _INT4_CHANNEL,
+    _INT4_GROUP,
+    f"keys by channel in pages of {PAGE_SIZE} tokens, values in groups of {GROUP_SIZE}",
+)
+
+SCHEMES = {scheme.name: scheme for scheme in (WIDE, FP8, INT8, K8V4, INT4)}
+
+
+def group_size(head_dim: int) -> int:
+    """Values that share a scale: a whole head's where :data:`GROUP_SIZE` does not divide it."""
+    return GROUP_SIZE if head_dim % GROUP_SIZE == 0 else head_dim
+
+
+def kv_scheme(name: str) -> KVScheme:
+    """The scheme of an option.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name not in SCHEMES:
+        raise UsageError(f"kv_cache_dtype={name!r}: use one of {', '.join(SCHEMES)}")
+    return SCHEMES[name]

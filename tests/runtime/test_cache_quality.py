@@ -1,0 +1,66 @@
+"""Forms of the cache side by side: the numbers are those of models loaded with each form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qtool.errors import UsageError
+from qtool.runtime.cache_quality import compare_caches
+from qtool.runtime.evaluate import evaluate
+from qtool.runtime.loaded_model import LoadedModel, load_model
+from qtool.runtime.options import ModelOptions
+
+NAMES = ["auto", "int8", "int4"]
+
+
+def _load(folder: Path, name: str = "auto") -> LoadedModel:
+    options = ModelOptions(device="cpu", dtype="fp32", backend="reference", kv_cache_dtype=name)
+    return load_model(folder, options)
+
+
+def _windows(length: int) -> torch.Tensor:
+    return torch.randint(384, (2, length), generator=torch.Generator().manual_seed(6))
+
+
+def test_every_row_is_what_evaluate_says_of_a_model_with_that_cache(
+    tiny_model_folder: Path,
+) -> None:
+    windows, steps = _windows(200), list[tuple[int, int]]()
+    wide = _load(tiny_model_folder)
+    rows = compare_caches(wide, NAMES, windows, lambda *step: steps.append(step))
+    assert [row.name for row in rows] == NAMES and steps == [(1, 2), (2, 2)]
+    for row in rows:
+        decoder = _load(tiny_model_folder, row.name).decoder
+        expected = evaluate(decoder, windows, wide.decoder)
+        assert row.nll == pytest.approx(expected.nll, abs=1e-9)
+        assert row.kl == pytest.approx(expected.kl, abs=1e-9)
+        assert row.top1 == pytest.approx(expected.top1)
+        assert row.bytes_per_token == decoder.kv_bytes_per_token
+    assert rows[0].kl == 0.0 < rows[1].kl < rows[2].kl
+    assert [row.bits for row in rows] == [32, 9, 5.25]  # heads of 16, a grid is 1, .5 and 2 bits
+
+
+def test_positions_cover_a_window_and_weigh_up_to_the_whole(tiny_model_folder: Path) -> None:
+    (row,) = compare_caches(_load(tiny_model_folder), ["int4"], _windows(151))
+    assert [(part.start, part.end) for part in row.ranges] == [(0, 128), (128, 150)]
+    total = sum(part.nll * (part.end - part.start) for part in row.ranges)
+    assert total / 150 == pytest.approx(row.nll)
+
+
+def test_the_first_page_of_an_int4_cache_costs_nothing(tiny_model_folder: Path) -> None:
+    model = _load(tiny_model_folder)
+    _, row = compare_caches(model, ["auto", "int4"], _windows(65))
+    assert row.kl == 0.0
+    _, row = compare_caches(model, ["auto", "int4"], _windows(67))
+    assert row.kl > 0.0
+
+
+def test_a_window_of_one_token_and_an_unknown_form_are_refused(tiny_model_folder: Path) -> None:
+    model = _load(tiny_model_folder)
+    with pytest.raises(UsageError, match="nothing to predict"):
+        compare_caches(model, NAMES, _windows(1))
+    with pytest.raises(UsageError, match="'int2'"):
+        compare_caches(model, ["int2"], _windows(20))

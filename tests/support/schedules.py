@@ -1,0 +1,138 @@
+"""Random schedules for the scripted engine, and what must hold of what they give."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from qtool.errors import RequestError
+from qtool.runtime.admission import SchedulerConfig
+from qtool.runtime.sequence import Sequence
+from support.scripted import VOCAB_SIZE, ScriptedEngine, make_sequence, run_alone
+
+
+def limit(engine: ScriptedEngine, sequence: Sequence) -> int:
+    """As ``Scheduler.token_limit``, worked out again."""
+    max_tokens = sequence.params.max_tokens
+    wanted = 10**9 if max_tokens is None else len(sequence.prompt_token_ids) + max_tokens
+    num_slots = engine.blocks.num_blocks * engine.blocks.block_size
+    return min(wanted, engine.config.max_model_len, num_slots)
+
+
+def max_steps(engine: ScriptedEngine, sequences: list[Sequence]) -> int:
+    """More steps than these may take. With one priority, the sum of their tokens.
+
+    With several, or where later ones may pass, a better one may begin while a worse one runs and
+    take its blocks, so each of them may begin anew once for each better one.
+    """
+    num_tokens = sum(limit(engine, sequence) for sequence in sequences)
+    one_priority = len({sequence.priority for sequence in sequences}) <= 1
+    strict = one_priority and engine.config.max_passes == 0
+    return num_tokens if strict else num_tokens * len(sequences)
+
+
+def assert_streams_are_those_of_solo_runs(engine: ScriptedEngine) -> None:
+    for sequence in engine.finished:
+        expected = run_alone(sequence.prompt_token_ids, limit(engine, sequence), engine.window)
+        assert sequence.output_token_ids == expected, sequence.request_id
+
+
+def random_config(rng: random.Random) -> tuple[SchedulerConfig, int, int]:
+    seqs = rng.randint(1, 8)
+    config = SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=seqs + rng.choice([0, 1, 3, 10, 100]),
+        max_model_len=rng.choice([12, 30, 1000]),
+        watermark=rng.choice([0.0, 0.0, 0.0, 0.1, 0.5]),
+        expects_output=rng.random() < 0.2,
+        max_passes=rng.choice([0, 0, 1, 5]),
+    )
+    block_size = rng.choice([1, 2, 3, 4, 8])
+    return config, max(rng.randint(8, 64) // block_size, 2), block_size
+
+
+# Prompts begin alike, or prefixes would never be found; some have the salt of another tenant.
+SHARED_PREFIX = list(range(1, 25))
+SALTS = ("", "", "tenant")
+
+
+def random_sequence(rng: random.Random, name: str, priorities: int) -> Sequence:
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 6, 12, 24]))]
+    prompt = SHARED_PREFIX[: rng.choice([0, 0, 5, 16, 24])] + prompt
+    max_tokens = rng.choice([0, 1, 5, 20, 20, None])
+    priority, salt = rng.randrange(priorities), rng.choice(SALTS)
+    return make_sequence(name, prompt, max_tokens, priority, salt, rng.choice([None, None, 9.0]))
+
+
+def _random_fork(rng: random.Random, name: str, parent: Sequence) -> Sequence:
+    """Another sample of the parent's prompt, a continuation of it, or a branch of its output."""
+    end = rng.choice([len(parent.prompt_token_ids), parent.num_tokens])
+    branch = [rng.randrange(VOCAB_SIZE)] * rng.randint(0, 2)
+    tokens = parent.token_ids(0, end) + branch
+    return make_sequence(name, tokens, rng.choice([1, 5, 20]), 0, parent.cache_salt)
+
+
+def _act(rng: random.Random, engine: ScriptedEngine, name: str, priorities: int) -> None:
+    """Add, fork, abort (between steps or in one), or just step."""
+    victim = rng.choice(engine.alive) if engine.alive else None
+    action = rng.random()
+    try:
+        if action < 0.3 or victim is None:
+            engine.add(random_sequence(rng, name, priorities))
+        elif action < 0.4:
+            engine.fork(victim, _random_fork(rng, name, victim))
+        elif action < 0.44:
+            engine.abort(victim)
+        elif action < 0.445:
+            engine.expire(9.0)
+        else:
+            engine.step(abort_in_flight=victim if action < 0.48 else None)
+    except RequestError as error:
+        assert error.param == "prompt"
+
+
+def _run_random_schedule(
+    seed: int, window: int | None = None, remembers: bool = True, tails: bool = False
+) -> ScriptedEngine:
+    rng = random.Random(seed)
+    config, num_blocks, block_size = random_config(rng)
+    num_tails = 1 + seed % config.max_num_seqs if tails else None
+    engine = ScriptedEngine(
+        config, num_blocks, block_size, window, remembers=remembers, num_tails=num_tails
+    )
+    priorities = rng.choice([1, 1, 3])
+    for i in range(rng.randint(1, 40)):
+        _act(rng, engine, f"{seed}-{i}", priorities)
+    engine.drain(max_steps(engine, engine.alive))
+    return engine
+
+
+def check_schedules(
+    seeds: range,
+    window: Callable[[int], int | None],
+    remembers: bool = True,
+    tails: bool = False,
+) -> dict[str, float]:
+    """How often what might go wrong was tried, a schedule."""
+    counts = Counter[str]()
+    for seed in seeds:
+        try:
+            engine = _run_random_schedule(seed, window(seed), remembers, tails)
+            assert_streams_are_those_of_solo_runs(engine)
+        except AssertionError as error:
+            raise AssertionError(f"schedule with seed {seed}: {error}") from error
+        counts["preemptions"] += engine.num_preemptions
+        counts["copies"] += engine.num_copies
+        counts["hits"] += engine.num_hits
+        counts["tail copies"] += engine.num_tail_copies
+        counts["finished"] += len(engine.finished)
+    return {name: count / len(seeds) for name, count in counts.items()}
+
+
+def no_window(seed: int) -> None:
+    return None
+
+
+def some_window(seed: int) -> int:
+    return 1 + seed % 10
