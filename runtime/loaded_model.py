@@ -79,15 +79,18 @@ def load_model(
             )
         device = resolve_device(options.device)
         dtype, notes = resolve_dtype(options.dtype, reader.config, device)
+        quantized = quantization_block(folder, reader.config) is not None
         selection = select_backend(
             options.backend,
             device,
             dtype,
             cpu_compute=options.cpu_compute,
-            quantized=quantization_block(folder, reader.config) is not None,
+            quantized=quantized,
             batch_invariant=options.batch_invariant,
         )
-        notes += selection.notes + scaling_notes(config.ropes, length)
+        # What becomes of 4-bit weights is no concern of a model that has none.
+        concerned = (n for n in selection.notes if quantized or "4-bit weights" not in n)
+        notes += (*concerned, *scaling_notes(config.ropes, length))
         if options.strict:
             refuse_notes(notes)
         decoder, stored = load_decoder(reader, selection.backend, length)
@@ -97,8 +100,6 @@ def load_model(
     notes += stored.notes + more + cache_notes
     if options.strict:
         refuse_notes(notes)
-    if not stored.schemes:
-        notes = tuple(note for note in notes if "4-bit weights" not in note)
     if options.self_check and (probe := read_probe(folder)) is not None:
         # A coarse cache would hide what the probe looks for: damaged files and wrong products.
         checked = decoder if isinstance(decoder, NativeDecoder) else plain

@@ -161,3 +161,10 @@ def test_the_server_tells_it_without_the_models_place_on_disk(tiny_model_folder:
     assert answer["plan"]["served_name"] == "tiny" and "model" not in answer["plan"]
     assert answer["stats"]["generated_tokens"] == 2
     assert str(tiny_model_folder) not in str(answer)
+
+
+def test_what_becomes_of_4_bit_weights_is_no_concern_of_a_strict_plain_model(
+    tiny_model_folder: Path,
+) -> None:
+    options = ModelOptions(dtype="fp32", strict=True)
+    assert load_model(tiny_model_folder, options).notes == ()
