@@ -6,7 +6,7 @@ import itertools
 import operator
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 from qtool.errors import QtoolError, RequestError, UsageError
 from qtool.runtime.admission import Policy
@@ -19,6 +19,20 @@ from qtool.runtime.startup import start_engine
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+
+class RequestTerms(TypedDict, total=False):
+    """Keyword arguments of every call, beside the sampling parameters.
+
+    Attributes:
+        timeout: seconds after which a completion ends with what it has, finish reason ``abort``.
+        priority: lower runs first.
+        cache_salt: cached prefixes are shared with calls of the same salt only.
+    """
+
+    timeout: float | None
+    priority: int
+    cache_salt: str
 
 
 class LLM:
@@ -104,6 +118,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        **terms: Unpack[RequestTerms],
     ) -> list[RequestOutput]:
         """Complete one prompt or many; results are in the prompts' order.
 
@@ -111,6 +126,7 @@ class LLM:
             prompts: text, or token ids, or a list of these.
             sampling_params: for all prompts, or one each; the model's own defaults if ``None``.
             progress: show a bar on standard error when it is a terminal.
+            terms: when and beside whom they run, see :class:`RequestTerms`.
 
         Raises:
             RequestError: a prompt or its parameters cannot run; nothing else is generated.
@@ -118,7 +134,8 @@ class LLM:
         batch = _as_batch(prompts)
         encoded = [self._encode(prompt) for prompt in batch]
         texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return self._run(encoded, texts, self._params(sampling_params, len(batch)), progress)
+        params = self._params(sampling_params, len(batch))
+        return self._run(encoded, texts, params, progress, terms)
 
     def chat(
         self,
@@ -126,6 +143,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        **terms: Unpack[RequestTerms],
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's chat template.
 
@@ -136,16 +154,21 @@ class LLM:
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         encoded = [self._tokenizer.render_chat(conversation) for conversation in conversations]
         texts = [self._tokenizer.decode(ids, skip_special_tokens=False) for ids in encoded]
-        return self._run(encoded, texts, self._params(sampling_params, len(encoded)), progress)
+        params = self._params(sampling_params, len(encoded))
+        return self._run(encoded, texts, params, progress, terms)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **terms: Unpack[RequestTerms],
     ) -> Iterator[OutputDelta]:
         """Deltas of one completion as they come; leaving the loop early aborts it.
 
         Args:
             prompt: text, token ids, or the messages of a conversation.
             sampling_params: the model's own defaults if ``None``.
+            terms: when and beside whom it runs, see :class:`RequestTerms`.
 
         Raises:
             RequestError: it cannot run.
@@ -153,7 +176,7 @@ class LLM:
         (params,) = self._params(sampling_params, 1)
         if params.n != 1:
             raise UsageError(f"n={params.n}: a stream has one completion; use generate")
-        request = self._request(self._encode_any(prompt), params)
+        request = self._request(self._encode_any(prompt), params, terms)
         outputs: queue.SimpleQueue[OutputDelta | QtoolError] = queue.SimpleQueue()
         self._engine.submit(request, outputs.put)
         try:
@@ -202,9 +225,16 @@ class LLM:
         return list(params)
 
     def _request(
-        self, ids: list[int], params: SamplingParams, fork_of: str | None = None
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        terms: RequestTerms,
+        fork_of: str | None = None,
     ) -> Request:
-        return Request(f"llm-{next(self._ids)}", tuple(ids), params, fork_of=fork_of)
+        timeout = terms.get("timeout")
+        if timeout is not None and not timeout > 0:
+            raise RequestError(f"timeout={timeout}: must be above 0 seconds", "timeout")
+        return Request(f"llm-{next(self._ids)}", tuple(ids), params, fork_of=fork_of, **terms)
 
     def _run(
         self,
@@ -212,6 +242,7 @@ class LLM:
         texts: Sequence[str | None],
         params: list[SamplingParams],
         progress: bool,
+        terms: RequestTerms,
     ) -> list[RequestOutput]:
         results = [
             RequestOutput(f"prompt-{i}", text, ids, [CompletionOutput(k) for k in range(p.n)])
@@ -224,7 +255,7 @@ class LLM:
                 first: str | None = None
                 for completion in result.outputs:
                     choice = request_params.for_choice(completion.index)
-                    request = self._request(result.prompt_token_ids, choice, first)
+                    request = self._request(result.prompt_token_ids, choice, terms, first)
                     first = first or request.request_id
                     pending[request.request_id] = result, completion
                     self._engine.submit(request, outputs.put)

@@ -217,3 +217,21 @@ def test_a_seed_of_the_engine_repeats_what_requests_without_one_get(
             results = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=8, ignore_eos=True))
             texts.append([result.outputs[0].text for result in results])
     assert texts[0] == texts[1] and len(set(texts[0])) == 3
+
+
+def test_a_call_ends_with_what_it_has_when_its_time_is_over(llm: LLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    (cut,) = llm.generate("The", long, timeout=1e-3)
+    assert cut.outputs[0].finish_reason == "abort" and len(cut.outputs[0].token_ids) < 200
+    (whole,) = llm.chat([{"role": "user", "content": "Hi"}], GREEDY, timeout=600)
+    assert whole.outputs[0].finish_reason == "length"
+    with pytest.raises(RequestError, match="timeout=0: must be above 0 seconds"):
+        llm.generate("The", GREEDY, timeout=0)
+
+
+def test_calls_of_other_salts_share_no_prefix(llm: LLM) -> None:
+    prompt = list(range(10, 90))
+    for salt, reused in (("a", 0), ("a", 64), ("b", 0)):
+        before = llm.stats().reused_tokens
+        list(llm.stream(prompt, GREEDY, cache_salt=salt))
+        assert llm.stats().reused_tokens - before == reused
