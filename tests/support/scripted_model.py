@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.batch import Batch
-from qtool.runtime.kv_cache import BlockPools
+from qtool.runtime.kv_cache import BlockPools, CacheForm
 from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.options import ModelOptions
 
@@ -35,11 +35,11 @@ class ScriptedDecoder:
         )
     )
     linears: Mapping[str, Any] = field(default_factory=dict)
-    kv_cache_dtype: str = "none"
     weight_bytes: int = 0
     kv_bytes_per_token: int = 4
     kv_tail_bytes: int = 0
     kv_cache_dtype: str = "scripted"
+    kv: CacheForm = CacheForm()
     _script_of: dict[int, int] = field(default_factory=dict)
 
     def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 0) -> BlockPools:
