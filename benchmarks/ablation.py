@@ -4,6 +4,7 @@ Quantizes a model twice, with the error of earlier layers made up for and, as pl
 with every layer keeping to its own output, and compares both with the original.
 
     python benchmarks/ablation.py MODEL_FOLDER --calibration valid.txt --text test.txt --samples 32
+    python benchmarks/ablation.py ... --damping 0.01 0.1 0.3 1     # the fit's, each in turn
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from qtool.quantize.gptq import AIM_DAMPING
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import quantize_model
 
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--damping", type=float, nargs="+", default=[AIM_DAMPING])
     arguments = parser.parse_args()
     options = QuantizeOptions(
         method=arguments.method,
@@ -46,12 +49,15 @@ def main() -> None:
         seq_len=512,
     )
     with tempfile.TemporaryDirectory() as folder:
-        original, plain = Path(folder) / "original", Path(folder) / "plain"
-        quantize_model(arguments.model, original, options)
+        for damping in arguments.damping:
+            out = Path(folder) / f"original, damping {damping:g}"
+            with patch("qtool.quantize.gptq.AIM_DAMPING", damping):
+                quantize_model(arguments.model, out, options)
+            print(out.name, _quality(out, arguments), flush=True)
+        plain = Path(folder) / "plain"
         with patch("qtool.quantize.block.retarget", keep_weights):
             quantize_model(arguments.model, plain, options)
-        for aim in (original, plain):
-            print(aim.name, _quality(aim, arguments), flush=True)
+        print(plain.name, _quality(plain, arguments), flush=True)
 
 
 def _quality(folder: Path, arguments: argparse.Namespace) -> str:

@@ -33,7 +33,8 @@ class ModuleRecord:
         used: what the module got; differs from ``asked`` only with a ``fallback``.
         weight_error: ``|dequantized - weight| / |weight|``, Frobenius norms.
         output_error: the same of the module's output on calibration tokens, or ``None``
-            without calibration. Errors are against the weights after smoothing.
+            without calibration. Errors are against the weights after smoothing; of a method that
+            solves, against the weights it aims at (:func:`qtool.quantize.gptq.retarget`).
         tokens: calibration tokens the module has seen.
         awq_ratio: exponent of the smoothing scale on the module's input; 0 is no smoothing.
         smoothquant_strength: exponent of SmoothQuant's scale on the module's input; 0 is none.
