@@ -61,6 +61,7 @@ class CacheSize(NamedTuple):
 def cache_size(
     options: EngineOptions,
     max_model_len: int,
+    block_size: int,
     bytes_per_token: int,
     tail_bytes: int,
     device: torch.device,
@@ -68,6 +69,7 @@ def cache_size(
     """What fits the budget, but no more than ``max_num_seqs`` full sequences can use.
 
     Args:
+        block_size: tokens of a block.
         tail_bytes: of a tail page; 0 where the form of the cache has none. There is one for each
             of ``max_num_seqs``, but no more than there are blocks: whoever runs needs one.
 
@@ -75,8 +77,8 @@ def cache_size(
         EngineError: not even one block fits.
     """
     budget = cache_budget(options, device)
-    block_bytes = bytes_per_token * options.cache_block_size
-    most = options.max_num_seqs * -(-max_model_len // options.cache_block_size)
+    block_bytes = bytes_per_token * block_size
+    most = options.max_num_seqs * -(-max_model_len // block_size)
     tails = min(options.max_num_seqs, budget // (block_bytes + tail_bytes)) if tail_bytes else 0
     blocks = min((budget - tails * tail_bytes) // block_bytes, most)
     if blocks < 1 or (tail_bytes and tails < 1):

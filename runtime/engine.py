@@ -55,16 +55,17 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         decoder = model.decoder
+        self._block_size = decoder.kv.schemes.block_size(options.block_size)
         size = cache_size(
             options,
             model.max_model_len,
+            self._block_size,
             decoder.kv_bytes_per_token,
             decoder.kv_tail_bytes,
             decoder.device,
         )
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
         self._clock = clock
-        self._block_size = options.cache_block_size
         self._cache = decoder.new_cache(size.blocks, self._block_size, size.tails)
         prefixes = None
         if options.enable_prefix_caching:
@@ -85,7 +86,7 @@ class Engine:
         self._requests = itertools.count()
         self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
         self._timeouts = 0
-        self.info = make_plan(model, options, *size)
+        self.info = make_plan(model, options, self._block_size, *size)
 
     @property
     def has_work(self) -> bool:

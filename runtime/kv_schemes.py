@@ -8,6 +8,7 @@ writing in the compute dtype until it is full (``docs/kv-cache.md``).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,6 +132,67 @@ INT4 = KVScheme(
 )
 
 SCHEMES = {scheme.name: scheme for scheme in (WIDE, FP8, INT8, K8V4, INT4)}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSchemes:
+    """How each layer of a model stores keys and values.
+
+    Attributes:
+        name: of the one scheme of all layers, or of what chose them.
+        layers: a scheme each.
+
+    Raises:
+        ValueError: there are no layers.
+    """
+
+    name: str
+    layers: tuple[KVScheme, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("a cache of no layers")
+
+    @classmethod
+    def uniform(cls, scheme: KVScheme, num_layers: int) -> LayerSchemes:
+        """The same scheme in all layers."""
+        return cls(scheme.name, (scheme,) * num_layers)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether every layer has the compute dtype."""
+        return all(scheme is WIDE for scheme in self.layers)
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether any layer keeps unfinished pages aside."""
+        return any(scheme.has_tails for scheme in self.layers)
+
+    @property
+    def description(self) -> str:
+        """For people: what lies in how many layers."""
+        if len(set(self.layers)) == 1:
+            return f"{self.name} ({self.layers[0].summary})"
+        counts = Counter("16-bit" if s is WIDE else s.name for s in self.layers)
+        parts = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        return f"{self.name} (layers: {parts})"
+
+    def block_size(self, asked: int | None) -> int:
+        """Tokens of a block: what was asked for, or what the layers need.
+
+        Raises:
+            UsageError: they differ.
+        """
+        return max(scheme.block_size(asked) for scheme in self.layers)
+
+    def page_bytes(self, num_tokens: int, num_heads: int, head_dim: int, wide: int) -> int:
+        """Bytes of a block, all layers; see :meth:`KVScheme.page_bytes`."""
+        return sum(s.page_bytes(num_tokens, num_heads, head_dim, wide) for s in self.layers)
+
+    def tail_bytes(self, num_heads: int, head_dim: int, wide: int) -> int:
+        """Bytes of a tail page: the layers that keep one; or 0."""
+        kept = sum(scheme.has_tails for scheme in self.layers)
+        return kept * WIDE.page_bytes(PAGE_SIZE, num_heads, head_dim, wide)
 
 
 def group_size(head_dim: int) -> int:

@@ -55,14 +55,26 @@ class SegmentedBatch:
 
     Attributes:
         batch: as it was.
-        blocks: int64 [n], the block that each page of the pool is a copy of.
-        whole: the batch's spans with renumbered tables.
     """
 
     def __init__(self, batch: Batch, block_size: int) -> None:
         self.batch, self._block_size = batch, block_size
-        self.blocks, tables = torch.unique(batch.block_tables, return_inverse=True)
-        self.whole = Layout(batch.spans, tables)
+
+    @cached_property
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """What :attr:`blocks` and the renumbered tables are."""
+        blocks, tables = torch.unique(self.batch.block_tables, return_inverse=True)
+        return blocks, tables
+
+    @property
+    def blocks(self) -> Tensor:
+        """The block that each page of the pool is a copy of, int64 [n]."""
+        return self._seen[0]
+
+    @cached_property
+    def whole(self) -> Layout:
+        """The batch's spans with renumbered tables."""
+        return Layout(self.batch.spans, self._seen[1])
 
     @cached_property
     def tails(self) -> Tensor:

@@ -23,7 +23,11 @@ _PLACE = re.compile(r"\b(?:model\.|layers\.\d+\.|self_attn\.|mlp\.|experts\.\d+\
 
 
 def make_plan(
-    model: LoadedModel, options: EngineOptions, num_blocks: int, num_tails: int = 0
+    model: LoadedModel,
+    options: EngineOptions,
+    block_size: int,
+    num_blocks: int,
+    num_tails: int = 0,
 ) -> EngineInfo:
     """The load plan of an engine.
 
@@ -31,7 +35,7 @@ def make_plan(
         EngineError: under ``strict``, when something is not as asked.
     """
     decoder = model.decoder
-    shortage = _shortage(model, options, num_blocks)
+    shortage = _shortage(model, num_blocks * block_size)
     if options.loading.strict:
         refuse_notes(shortage)
     return EngineInfo(
@@ -43,7 +47,7 @@ def make_plan(
         backend_reason=model.reason,
         quantization=model.quantization,
         max_model_len=model.max_model_len,
-        block_size=options.cache_block_size,
+        block_size=block_size,
         num_blocks=num_blocks,
         kv_bytes_per_token=decoder.kv_bytes_per_token,
         kv_tail_bytes=num_tails * decoder.kv_tail_bytes,
@@ -75,8 +79,7 @@ def invariance_cost(decoder: Decoder) -> str:
     )
 
 
-def _shortage(model: LoadedModel, options: EngineOptions, num_blocks: int) -> tuple[str, ...]:
-    num_slots = num_blocks * options.cache_block_size
+def _shortage(model: LoadedModel, num_slots: int) -> tuple[str, ...]:
     if num_slots >= model.max_model_len:
         return ()
     return (
@@ -108,8 +111,10 @@ def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
         backend, why = backend.plain, "the decoder does not run as one native call a step"
     layers = decoder.config.num_layers
     attention, reason = backend.attention_kernel, why
-    if not isinstance(decoder, NativeDecoder) and decoder.kv.scheme.keys is not None:
+    if not isinstance(decoder, NativeDecoder) and not decoder.kv.schemes.is_wide:
         attention += ", over pages decoded layer by layer"
-        reason = f"no native kernel here reads keys and values of the {decoder.kv.scheme.name} form"
+        reason = (
+            f"no native kernel here reads keys and values of the {decoder.kv.schemes.name} form"
+        )
     yield PlannedPart("attention", attention, layers, 0, reason)
     yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)

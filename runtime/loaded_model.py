@@ -19,7 +19,7 @@ from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import CacheForm
-from qtool.runtime.kv_schemes import FP8, FP8_STATIC, INT8, WIDE, kv_scheme
+from qtool.runtime.kv_schemes import FP8, FP8_STATIC, INT8, LayerSchemes, kv_scheme
 from qtool.runtime.loader import load_decoder
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import NativeDecoder, compile_decoder, why_not_native
@@ -113,20 +113,21 @@ def choose_cache(
     asked: str, scales: Mapping[str, KvScales], decoder: Decoder
 ) -> tuple[CacheForm, tuple[str, ...]]:
     """How keys and values are stored, and what of the checkpoint's own scales is not used."""
-    scheme = kv_scheme(asked)
+    scheme, layers = kv_scheme(asked), len(decoder.layers)
     if scheme is not FP8:
         count, text = len(scales), "the checkpoint has FP8 scales for the cache of"
         unused = f"{text} {count} layers; they are not used without kv_cache_dtype fp8"
-        return CacheForm(scheme), (unused,) if scales else ()
-    names = [f"model.layers.{index}.self_attn" for index in range(len(decoder.layers))]
+        return CacheForm.uniform(scheme, layers), (unused,) if scales else ()
+    names = [f"model.layers.{index}.self_attn" for index in range(layers)]
     if missing := [name for name in names if name not in scales]:
         found = f"{len(missing)} layers of the checkpoint have no FP8 scales for the cache"
-        return CacheForm(FP8), (f"{found}: it is not calibrated, and has a scale a token and head",)
+        found += ": it is not calibrated, and has a scale a token and head"
+        return CacheForm.uniform(FP8, layers), (found,)
     notes: tuple[str, ...] = ()
     if any(scales[name].query is not None for name in names):
         notes = ("the checkpoint has FP8 scales for queries; queries are not rounded here",)
     static = tuple(_by_head(scales[name], decoder.device) for name in names)
-    return CacheForm(FP8_STATIC, static), notes
+    return CacheForm(LayerSchemes.uniform(FP8_STATIC, layers), static), notes
 
 
 def _by_head(scales: KvScales, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -149,11 +150,12 @@ def coarsest_compute(decoder: Decoder, options: ModelOptions) -> str:
 def choose_form(decoder: Decoder, form: CacheForm) -> tuple[Decoder, tuple[str, ...]]:
     """One native call a step where that is possible, and a note where it was expected."""
     obstacle = why_not_native(decoder)
-    if obstacle is None and form.scheme not in (WIDE, INT8):
-        obstacle = f"native kernels read no cache of the form {form.scheme.name}"
+    int8 = all(scheme is INT8 for scheme in form.schemes.layers)
+    if obstacle is None and not (int8 or form.schemes.is_wide):
+        obstacle = f"native kernels read no cache of the form {form.schemes.name}"
     if obstacle is None:
         wide = torch.bfloat16 if decoder.dtype == torch.bfloat16 else torch.float32
-        return compile_decoder(decoder, torch.uint8 if form.scheme is INT8 else wide), ()
+        return compile_decoder(decoder, torch.uint8 if int8 else wide), ()
     expected = isinstance(decoder.backend, NativeBackend)
     note = f"the decoder does not run as one native call a step: {obstacle}"
     return replace(decoder, kv=form), (note,) if expected else ()

@@ -25,6 +25,7 @@ from qtool.runtime.kernels.backend import (
     SideBySide,
 )
 from qtool.runtime.kv_cache import CacheForm
+from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.layers import Attention, DecoderLayer, FeedForward, Mlp
 from qtool.runtime.model import Decoder
 from qtool.runtime.moe import MixtureOfExperts, SharedExpert
@@ -119,7 +120,7 @@ class DecoderBuilder:
             Rotary(rope, config.head_dim, length, backend.dtype, backend.device)
             for rope in config.ropes
         )
-        linears, form = self._linears, CacheForm()
+        linears, form = self._linears, CacheForm.uniform(WIDE, config.num_layers)
         return Decoder(config, backend, embedding, layers, norm, head, rotary, linears, form)
 
     def _head(self, embedding: Tensor) -> LinearOp:

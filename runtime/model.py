@@ -10,7 +10,7 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp
-from qtool.runtime.kv_cache import BlockPools, CacheForm, KVCache, LayerCache, QuantizedCache
+from qtool.runtime.kv_cache import BlockPools, CacheForm, LayerCache
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
 
@@ -58,27 +58,24 @@ class Decoder:
     @property
     def kv_cache_dtype(self) -> str:
         """How keys and values are stored."""
-        scheme = self.kv.scheme
-        if scheme.keys is None:
+        if self.kv.schemes.is_wide:
             return str(self.dtype).removeprefix("torch.")
-        return f"{scheme.name} ({scheme.summary})"
+        return self.kv.schemes.description
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Memory that one token's keys and values take, scales included, tail pages not."""
-        config, size = self.config, self.kv.scheme.block_size(None)
-        page = self.kv.scheme.page_bytes(
+        config, size = self.config, self.kv.schemes.block_size(None)
+        page = self.kv.schemes.page_bytes(
             size, config.num_kv_heads, config.head_dim, self.dtype.itemsize
         )
-        return -(-config.num_layers * page // size)
+        return -(-page // size)
 
     @property
     def kv_tail_bytes(self) -> int:
         """Memory of a running sequence's unfinished page, where the form keeps it aside; or 0."""
-        if not self.kv.scheme.has_tails:
-            return 0
-        size = self.kv.scheme.block_size(None)
-        return size * self.config.kv_bytes_per_token(self.dtype.itemsize)
+        config = self.config
+        return self.kv.schemes.tail_bytes(config.num_kv_heads, config.head_dim, self.dtype.itemsize)
 
     def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
         """An empty cache of the kind :meth:`forward` reads.
@@ -86,10 +83,8 @@ class Decoder:
         Args:
             num_tails: sequences that may run at a time, where the form has tail pages.
         """
-        config, dtype, device = self.config, self.dtype, self.device
-        if self.kv.scheme.keys is None:
-            return KVCache(config, num_blocks, block_size, dtype, device)
-        return QuantizedCache(self.kv, config, num_blocks, block_size, num_tails, dtype, device)
+        shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
+        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:

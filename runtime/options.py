@@ -88,11 +88,6 @@ class EngineOptions:
     scheduling_policy: Policy = "priority"
     seed: int | None = None
 
-    @property
-    def cache_block_size(self) -> int:
-        """Tokens per cache block."""
-        return kv_scheme(self.loading.kv_cache_dtype).block_size(self.block_size)
-
     def __post_init__(self) -> None:
         self._check_numbers()
         kv_scheme(self.loading.kv_cache_dtype).block_size(self.block_size)

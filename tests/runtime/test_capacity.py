@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qtool.errors import EngineError, UsageError
 from qtool.runtime.capacity import cache_size
+from qtool.runtime.kv_schemes import kv_scheme
 from qtool.runtime.options import EngineOptions, ModelOptions
 
 CPU = torch.device("cpu")
@@ -24,9 +25,9 @@ def test_blocks_and_tails_fit_the_budget_and_leave_no_room_for_another_block(
     block_bytes = 64 * bytes_per_token
     if memory < block_bytes + tail_bytes:
         with pytest.raises(EngineError, match=f"one block of {block_bytes + tail_bytes}"):
-            cache_size(options, 4096, bytes_per_token, tail_bytes, CPU)
+            cache_size(options, 4096, 64, bytes_per_token, tail_bytes, CPU)
         return
-    size = cache_size(options, 4096, bytes_per_token, tail_bytes, CPU)
+    size = cache_size(options, 4096, 64, bytes_per_token, tail_bytes, CPU)
     taken = size.blocks * block_bytes + size.tails * tail_bytes
     assert taken <= memory and 1 <= size.tails <= min(seqs, size.blocks)
     most = seqs * 64
@@ -36,11 +37,10 @@ def test_blocks_and_tails_fit_the_budget_and_leave_no_room_for_another_block(
 
 def test_without_tail_pages_there_are_blocks_alone() -> None:
     options = EngineOptions(model="m", kv_cache_memory=1000)
-    assert cache_size(options, 4096, 3, 0, CPU) == (1000 // 48, 0)
+    assert cache_size(options, 4096, 16, 3, 0, CPU) == (1000 // 48, 0)
 
 
 def test_a_block_size_that_the_form_cannot_have_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(UsageError, match="block_size=16: keys of the int4 cache"):
         EngineOptions(model="m", loading=INT4, block_size=16)
-    assert EngineOptions(model="m", loading=INT4).cache_block_size == 64
-    assert EngineOptions(model="m").cache_block_size == 16
+    assert kv_scheme("int4").block_size(None) == 64 and kv_scheme("auto").block_size(None) == 16

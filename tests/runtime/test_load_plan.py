@@ -26,7 +26,7 @@ from support.real_server import real_server
 def _plan(folder: Path, blocks: int = 64, **options: object) -> EngineInfo:
     loading = ModelOptions(device="cpu", **options)  # type: ignore[arg-type]
     model = load_model(folder, loading)
-    return make_plan(model, EngineOptions(model="org/tiny", loading=loading), blocks)
+    return make_plan(model, EngineOptions(model="org/tiny", loading=loading), 16, blocks)
 
 
 def test_it_names_every_kernel_once_with_count_and_bytes(tiny_model_folder: Path) -> None:
@@ -57,7 +57,7 @@ def test_it_says_what_reads_a_quantized_cache_and_what_its_tail_pages_take(
 ) -> None:
     loading = ModelOptions(device="cpu", dtype="fp32", backend="reference", kv_cache_dtype="int4")
     options = EngineOptions(model="org/tiny", loading=loading)
-    plan = make_plan(load_model(tiny_model_folder, loading), options, 40, 3)
+    plan = make_plan(load_model(tiny_model_folder, loading), options, 64, 40, 3)
     (attention,) = (part for part in plan.parts if part.part == "attention")
     assert attention.kernel == "torch, row tiles, over pages decoded layer by layer"
     assert "no native kernel here reads keys and values of the int4 form" in attention.why

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from qtool.runtime.engine import Engine
 from qtool.runtime.kernels.backend import AttentionScope
 from qtool.runtime.kernels.cpu.torch_ops import CpuBackend
 from qtool.runtime.kernels.reference import ReferenceBackend
-from qtool.runtime.kv_cache import BlockPools, CacheForm, QuantizedCache
+from qtool.runtime.kv_cache import BlockPools, CacheForm, LayerCache
 from qtool.runtime.kv_schemes import FP8_STATIC, SCHEMES, KVScheme
 from qtool.runtime.loaded_model import LoadedModel, choose_cache, load_model
 from qtool.runtime.options import EngineOptions, ModelOptions
@@ -104,9 +103,8 @@ class TestAttention:
     ) -> None:
         scheme = SCHEMES[name]
         size = scheme.block_size(None)
-        config = SimpleNamespace(num_kv_heads=2, head_dim=64, num_layers=1)
-        form, backend = CacheForm(scheme), backend_class(CPU, torch.float32)
-        cache = QuantizedCache(form, config, 48, size, 3, torch.float32, CPU)  # type: ignore[arg-type]
+        form, backend = CacheForm.uniform(scheme, 1), backend_class(CPU, torch.float32)
+        cache = LayerCache(form, (48, size, 2, 64), 3, torch.float32, CPU)
         _fill(cache, NAN_BYTE)
         lengths = (150, 64, 5)
         generator = torch.Generator().manual_seed(3)
@@ -150,7 +148,7 @@ def model(request: pytest.FixtureRequest, tiny_model_folder: Path) -> LoadedMode
 def _run(model: LoadedModel, ids: Sequence[int], sizes: Sequence[int], fill: int) -> Tensor:
     """Logits of all tokens, in chunks of ``sizes``, the last of them repeated."""
     decoder = model.decoder
-    size = decoder.kv.scheme.block_size(None)
+    size = decoder.kv.schemes.block_size(None)
     cache = decoder.new_cache(2 * (len(ids) // size + 2), size)
     _fill(cache, fill)
     tokens, start, remaining, logits = _tokens(ids, size, 1, 0), 0, list(sizes), []
@@ -180,14 +178,14 @@ def test_it_differs_from_a_wide_cache_and_not_by_much(
     exact, found = (_run(m, ids, [200], ZERO_BYTE) for m in (wide, model))
     error = float((found - exact).norm() / exact.norm())
     most = {"int8": 0.02, "fp8": 0.1, "k8v4": 0.15, "int4": 0.15}
-    assert 1e-4 < error < most[model.decoder.kv.scheme.name]
-    if model.decoder.kv.scheme.has_tails:
+    assert 1e-4 < error < most[model.decoder.kv.schemes.name]
+    if model.decoder.kv.schemes.has_tails:
         assert torch.equal(found[:64], exact[:64])
 
 
 def _engine(model: LoadedModel, blocks: int, fill: int, **settings: int) -> Engine:
     decoder = model.decoder
-    scheme = decoder.kv.scheme
+    scheme = decoder.kv.schemes
     seqs = settings.get("max_num_seqs", 256)
     tails = seqs * decoder.kv_tail_bytes
     memory = blocks * scheme.block_size(None) * decoder.kv_bytes_per_token + tails
@@ -252,7 +250,7 @@ def test_in_any_company_a_request_gets_the_bits_of_a_solo_run(model: LoadedModel
         solo.add(request)
         while solo.has_work:
             _collect(solo, expected)
-    blocks = {16: 16, 64: 6}[model.decoder.kv.scheme.block_size(None)]
+    blocks = {16: 16, 64: 6}[model.decoder.kv.schemes.block_size(None)]
     for fill in (NAN_BYTE, ZERO_BYTE):
         engine = _engine(model, blocks, fill, max_num_batched_tokens=100, max_num_seqs=5)
         assert _drive(engine, requests) == expected
@@ -288,14 +286,14 @@ def test_a_prefix_hit_is_a_whole_number_of_pages(model: LoadedModel) -> None:
         while engine.has_work:
             _collect(engine, found)
         outputs.append(found[name].token_ids)
-    size = model.decoder.kv.scheme.block_size(None)
+    size = model.decoder.kv.schemes.block_size(None)
     assert engine.stats().reused_tokens == 150 // size * size
     assert outputs[0] == outputs[1]
 
 
 def test_what_is_reported_is_what_is_allocated_and_within_the_budget(model: LoadedModel) -> None:
     decoder, memory = model.decoder, 3 * 10**6
-    loading = ModelOptions(device="cpu", kv_cache_dtype=decoder.kv.scheme.name)
+    loading = ModelOptions(device="cpu", kv_cache_dtype=decoder.kv.schemes.name)
     options = EngineOptions(model="t", loading=loading, kv_cache_memory=memory, max_num_seqs=8)
     engine = Engine(model, Tokenizer.load(model.folder), options)
     info = engine.info
@@ -304,7 +302,7 @@ def test_what_is_reported_is_what_is_allocated_and_within_the_budget(model: Load
     assert pools == info.num_cache_tokens * info.kv_bytes_per_token
     assert tails == info.kv_tail_bytes == 8 * decoder.kv_tail_bytes
     assert pools + tails <= memory
-    assert (tails > 0) == decoder.kv.scheme.has_tails
+    assert (tails > 0) == decoder.kv.schemes.has_tails
 
 
 class TestFp8Scales:
@@ -325,9 +323,8 @@ class TestFp8Scales:
         self, tiny_model_folder: Path
     ) -> None:
         form, notes = self._choose(tiny_model_folder, "fp8", 2)
-        assert form.scheme is FP8_STATIC and not notes
-        config = SimpleNamespace(num_kv_heads=2, head_dim=16, num_layers=2)
-        cache = QuantizedCache(form, config, 4, 16, 0, torch.float32, CPU)  # type: ignore[arg-type]
+        assert set(form.schemes.layers) == {FP8_STATIC} and not notes
+        cache = LayerCache(form, (4, 16, 2, 16), 0, torch.float32, CPU)
         rows = torch.full((1, 2, 16), 0.3)
         batch = build_batch([Chunk(_tokens([1], 16, 0, -1), 0, 1)], 16, CPU)
         backend = ReferenceBackend(CPU, torch.float32)
@@ -341,9 +338,9 @@ class TestFp8Scales:
         self, tiny_model_folder: Path, layers: int
     ) -> None:
         form, notes = self._choose(tiny_model_folder, "fp8", layers)
-        assert form.scheme is SCHEMES["fp8"]
+        assert set(form.schemes.layers) == {SCHEMES["fp8"]}
         assert f"{2 - layers} layers" in notes and "not calibrated" in notes
 
     def test_scales_that_are_not_asked_for_are_named(self, tiny_model_folder: Path) -> None:
         form, notes = self._choose(tiny_model_folder, "auto", 2)
-        assert form.scheme is SCHEMES["auto"] and "not used without kv_cache_dtype fp8" in notes
+        assert form.schemes.is_wide and "not used without kv_cache_dtype fp8" in notes
