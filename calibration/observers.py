@@ -15,6 +15,10 @@ from torch import Tensor
 
 from qtool.errors import CalibrationError
 
+# Rows of a second moment that are computed together: with 256 a moment of 1536 features took .73 of
+# the time of the whole product on one core, with 128 and 512 .8.
+STRIP = 256
+
 
 class Observer(Protocol):
     """Gathers one statistic of the input of the module ``name``."""
@@ -88,7 +92,18 @@ class Hessian(_RunningMean):
         """Take activations [tokens, features]."""
         x = x.detach().float()
         if x.shape[0]:
-            self._merge(x.T @ x / x.shape[0], x.shape[0])
+            self._merge(_gram(x) / x.shape[0], x.shape[0])
+
+
+def _gram(x: Tensor) -> Tensor:
+    """``X^T X`` of x [tokens, K], from the half at and above the diagonal, a strip at a time."""
+    features = x.shape[1]
+    product = x.new_empty(features, features)
+    for start in range(0, features, STRIP):
+        end = min(start + STRIP, features)
+        product[start:end, start:] = x[:, start:end].T @ x[:, start:]
+        product[end:, start:end] = product[start:end, end:].T
+    return product
 
 
 class CrossMoment(_RunningMean):

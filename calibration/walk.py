@@ -31,6 +31,7 @@ from qtool.calibration.decoder_block import DecoderBlock, attach
 from qtool.calibration.families import ModelFamily
 from qtool.calibration.meta_model import build_on_meta, load_weights, release_weights
 from qtool.calibration.observers import AbsMax
+from qtool.calibration.products import exact_products
 from qtool.formats.checkpoint import CheckpointReader
 
 
@@ -169,7 +170,7 @@ class Walk:
             return
         linears = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
         observers = {name: AbsMax(f"{prefix}.{name}") for name in linears}
-        with ExitStack() as hooks:
+        with ExitStack() as hooks, exact_products():
             attach(module, {name: (observer,) for name, observer in observers.items()}, hooks)
             self._decoder_block(module, self._held_out).propagate()
         self._peaks = {

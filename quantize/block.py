@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.decoder_block import DecoderBlock
+from qtool.calibration.products import exact_products
 from qtool.formats import affine
 from qtool.formats.activations import scale_of
 from qtool.formats.scheme import WeightScheme
@@ -65,7 +66,10 @@ def _round_group(
     factor = factorize(inputs.hessian) if recipe.solve else None
     if factor is not None:
         assert isinstance(inputs, SolveInputs)
-        weights = retarget(weights, inputs.hessian, inputs.tokens, inputs.drift, inputs.shortfall)
+        with exact_products():
+            weights = retarget(
+                weights, inputs.hessian, inputs.tokens, inputs.drift, inputs.shortfall
+            )
     clips = [_clip(work, name, weight, recipe) for name, weight in zip(group, weights, strict=True)]
     input_scale = _input_scale(inputs, scheme, work.dtype)
     tensors = [
@@ -74,7 +78,8 @@ def _round_group(
     ]
     outcomes = [Outcome(tensor) for tensor in tensors]
     if recipe.solve:
-        outcomes = solve_group(weights, tensors, inputs.hessian, factor)
+        with exact_products():
+            outcomes = solve_group(weights, tensors, inputs.hessian, factor)
     for name, weight, outcome in zip(group, weights, outcomes, strict=True):
         work.linear(name).weight.copy_(outcome.tensor.dequantize())
         record = _record(work, name, recipe, weight, outcome)
@@ -103,7 +108,9 @@ def _record(
     work: Workspace, name: str, recipe: Recipe, weight: Tensor, outcome: Outcome
 ) -> ModuleRecord:
     tensor, inputs = outcome.tensor, work.inputs[name]
-    error = awq.output_error(tensor.dequantize() - weight, inputs.hessian)
+    error = outcome.output_error
+    if error is None:
+        error = awq.output_error(tensor.dequantize() - weight, inputs.hessian)
     power = awq.output_error(weight, inputs.hessian)
     record = replace(
         module_record(f"{work.block.prefix}.{name}", recipe.name, weight, tensor),

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+from qtool.calibration.products import rounded_products
 from qtool.calibration.walk import Walk, WalkState
 from qtool.errors import QuantizationError
 from qtool.quantize.assemble import block_tensors, head_tensors, outer_sources
@@ -55,10 +56,11 @@ def quantize_blocks(
         walk = _open_walk(job, texts, work.state, originals=method.recipe.solve)
         stream = method.run(replace(job, walk=walk, first_block=first))
         for index in range(first, total if stop is None else stop):
-            block = next(stream)
-            if options.strict:
-                _refuse_fallbacks(block.records)
-            _commit(job, prefixes[index], block, walk, work)
+            with rounded_products():
+                block = next(stream)
+                if options.strict:
+                    _refuse_fallbacks(block.records)
+                _commit(job, prefixes[index], block, walk, work)
             progress(Progress("quantize", index + 1, total, _describe(prefixes[index], block)))
 
 

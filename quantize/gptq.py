@@ -43,9 +43,13 @@ NO_FACTOR = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A rounded weight; ``remedy`` of :class:`Factor`, and why it was not solved if it was not."""
+    """A rounded weight; ``remedy`` of :class:`Factor`, and why it was not solved if it was not.
+
+    ``output_error`` is that of :func:`~qtool.quantize.awq.output_error`, where it is known.
+    """
 
     tensor: QuantizedTensor
+    output_error: Tensor | None = None
     remedy: str | None = None
     fallback: str | None = None
 
@@ -74,7 +78,7 @@ def factorize(hessian: Tensor) -> Factor | None:
     Damping is raised first, then the diagonal is lifted until it dominates (Gershgorin), then
     the same is tried in float64.
     """
-    if not hessian.isfinite().all():
+    if not hessian.sum().isfinite():
         return None
     filled, mean = _filled_diagonal(hessian)
     order = torch.argsort(filled, descending=True, stable=True)
@@ -122,7 +126,7 @@ def _inverse_factor(hessian: Tensor) -> Tensor | None:
         return None
     identity = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
-    return upper if bool(upper.isfinite().all()) else None
+    return upper if bool(upper.sum().isfinite()) else None
 
 
 def retarget(
@@ -199,9 +203,9 @@ def _never_worse(
     found = output_error(solved.tensor.dequantize() - weight, hessian)
     plain = output_error(nearest.dequantize() - weight, hessian)
     if found <= plain:
-        return solved
+        return replace(solved, output_error=found)
     reason = f"the solve left an output error of {float(found):.3g}, rounding leaves {plain:.3g}"
-    return Outcome(nearest, fallback=reason)
+    return Outcome(nearest, plain, fallback=reason)
 
 
 def solve(

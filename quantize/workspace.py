@@ -31,6 +31,10 @@ from qtool.quantize.job import Job
 # use all tokens through the second moment. Four times as many gave SmolLM2 the same KL (.115).
 SEARCH_TOKENS = 512
 
+# Inputs of a block's last linear that are kept, in bytes, so that the block need not run once more
+# to hand its outputs on. Larger ones are computed again.
+KEPT_BYTES = 2**30
+
 # A norm's gain below this share of the mean gain passes too little on to correct anything by.
 QUIET_GAIN = 0.1
 
@@ -136,12 +140,16 @@ class Workspace:
         hessian, peak, drift = Hessian(name), AbsMax(name), CrossMoment(name)
         shortfall, sum_ = CrossMoment(name), self.family.sums.get(name)
         places = [] if sum_ is None else [p for p in (sum_.stream, sum_.norm) if p is not None]
-        kept: list[tuple[Tensor, Tensor]] = []
-        last = group == self.groups[-1]
+        kept: tuple[list[Tensor], list[Tensor]] = [], []
+        last, attention = group == self.groups[-1], name == self.family.attention_output
+        small = self.block.num_tokens * self.linear(name).in_features * 4 <= KEPT_BYTES
+        keeps = sum_ is not None and (attention or (last and small))
         for now, then in self.block.beside_original([name, *places], last=last):
             x = now[name]
-            if name == self.family.attention_output:
-                kept.append((x, then[name]))
+            if keeps:
+                kept[0].append(x)
+            if keeps and not last:
+                kept[1].append(then[name])
             hessian.update(x)
             peak.update(x)
             drift.update_pair(x, then[name] - x)
@@ -155,8 +163,8 @@ class Workspace:
             None if sum_ is None else shortfall.result(),
         )
         self.inputs.update(dict.fromkeys(group, inputs))
-        if kept:
-            self.block.replay(name.rpartition(".")[0], name, *zip(*kept, strict=True))
+        if keeps and sum_ is not None:
+            self.block.replay(name, *kept, norm=sum_.stream, attention=attention)
 
     def _shortfall(
         self, sum_: ResidualSum, now: Mapping[str, Tensor], then: Mapping[str, Tensor]

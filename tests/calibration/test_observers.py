@@ -75,3 +75,13 @@ def test_every_nth_token_is_kept_however_they_are_batched(sizes: list[int], n: i
         kept.update(batch)
     assert torch.equal(kept.result(), x[::n])
     assert kept.tokens == len(x)
+
+
+def test_a_second_moment_wider_than_a_strip_is_whole_and_symmetric() -> None:
+    x = torch.randn(90, 600, generator=torch.Generator().manual_seed(2))
+    observer = Hessian("linear")
+    observer.update(x[:50])
+    observer.update(x[50:])
+    expected = x.double().T @ x.double() / 90
+    torch.testing.assert_close(observer.result().double(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(observer.result(), observer.result().T)

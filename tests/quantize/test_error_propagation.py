@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,35 @@ def test_what_writes_the_residual_stream_is_moved_to_undo_its_error(
         # The original has run to its end beside the last linear.
         assert block.original_inputs is not None
         torch.testing.assert_close(block.original_inputs, original, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2**30])
+@pytest.mark.parametrize("variant", DENSE)
+def test_what_is_replayed_is_what_the_block_would_compute(
+    variant: str,
+    kept_bytes: int,
+    model_factory: Callable[..., Path],
+    ids: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qtool.quantize.workspace.KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr("qtool.calibration.decoder_block.BATCH_TOKENS", 5 * ids.shape[1])
+    job = replace(_job(model_factory(**OFFLINE_VARIANTS[variant]), ids), dtype=torch.float32)
+    with torch.no_grad():
+        block = next(iter(job.blocks(originals=True)))
+        assert block.original_inputs is not None
+        block.inputs.add_(0.1 * torch.randn(block.inputs.shape))
+        inputs, originals = block.inputs.clone(), block.original_inputs.clone()
+        original = copy.deepcopy(block.module)
+        _quantize(block, job)
+        block.propagate()
+        found, then = block.inputs.clone(), block.original_inputs.clone()
+        block.release()
+        block.inputs.copy_(inputs)
+        torch.testing.assert_close(found, torch.cat(list(block.run())), rtol=1e-5, atol=1e-5)
+        block.module = original
+        block.inputs.copy_(originals)
+        torch.testing.assert_close(then, torch.cat(list(block.run())), rtol=1e-5, atol=1e-5)
 
 
 def test_a_solved_model_ends_nearer_to_the_original_than_one_solved_layer_by_layer(

@@ -144,6 +144,7 @@ def test_in_a_block_later_linears_see_what_earlier_ones_became(
         block = next(walk_blocks(job.reader, job.family, ids, job.device, originals=True))
         before = _second_moments(block, job.family)
         quantize_block(block, job, METHODS["gptq"].recipe)
+        block.release()
         after = _second_moments(block, job.family)
     assert len(hessians) == 4
     torch.testing.assert_close(hessians[0], before[0])
