@@ -18,11 +18,10 @@ import click
 
 from qtool.errors import QtoolError
 from qtool.formats.validation.finding import TARGETS
-from qtool.runtime.kv_schemes import SCHEMES
+from qtool.runtime.kv_schemes import KV_CACHE_DTYPES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-KV_CACHE_DTYPES = tuple(SCHEMES)
 SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
@@ -149,7 +148,8 @@ def loading_options(dtype: str = "auto") -> Decorator:
             type=click.Choice(KV_CACHE_DTYPES),
             default="auto",
             show_default=True,
-            help="Keys and values; auto is the compute dtype. docs/kv-cache.md tells them apart.",
+            help="Keys and values; auto is the checkpoint's own plan, else wide: the compute dtype. "
+            "docs/kv-cache.md tells them apart.",
         ),
         click.option(
             "--batch-invariant",
