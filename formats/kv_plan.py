@@ -33,6 +33,10 @@ FP8 = "fp8"
 # runtime.kv_schemes.
 LAYER_SCHEMES = (WIDE, FP8, "int8", "k8v4", "int4")
 
+# What ``quantize --kv-cache`` takes; auto searches a scheme for each layer.
+AUTO = "auto"
+CHOICES = (FP8, "int8", "int4", "k8v4", AUTO)
+
 # The name of a plan that kv_cache_scheme makes.
 DECLARED = "kv_cache_scheme"
 
@@ -85,7 +89,7 @@ class KVPlan:
     @property
     def source(self) -> str:
         """Where it lies, for people."""
-        return "kv_cache_scheme of its config" if self.name == DECLARED else KV_PLAN_PATH
+        return DECLARED if self.name == DECLARED else KV_PLAN_PATH
 
     def describe(self) -> str:
         """For people: ``int4``, or ``auto: 18 int4, 12 int8``."""

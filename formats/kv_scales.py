@@ -125,10 +125,15 @@ def kv_cache_scheme(scales: Mapping[str, KvScales]) -> dict[str, Any] | None:
     ways = {scale.per_head for scale in scales.values()}
     if len(ways) > 1:
         raise CheckpointError("scales of the cache by head and by tensor; a config holds one kind")
+    return static_scheme(per_head=ways == {True})
+
+
+def static_scheme(*, per_head: bool) -> dict[str, Any]:
+    """``kv_cache_scheme`` of FP8 scales by head, or by tensor."""
     return {
         "num_bits": 8,
         "type": "float",
-        "strategy": "attn_head" if ways == {True} else "tensor",
+        "strategy": "attn_head" if per_head else "tensor",
         "symmetric": True,
         "dynamic": False,
     }
