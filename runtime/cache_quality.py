@@ -98,7 +98,7 @@ def compare_caches(
     if windows.numel() == 0 or windows.shape[1] < 2:
         raise UsageError(f"windows of shape {tuple(windows.shape)}: there is nothing to predict")
     chosen = [choose_cache(form, model.kv_scales, model.decoder, model.kv_plan) for form in forms]
-    plain = _layer_by_layer(model.decoder)
+    plain = layer_by_layer(model.decoder)
     decoders = [replace(plain, kv=form) for form, _ in chosen]
     sums = torch.zeros(len(decoders), 3, windows.shape[1] - 1, dtype=torch.float64)
     for index, window in enumerate(windows):
@@ -112,7 +112,7 @@ def compare_caches(
     ]
 
 
-def _layer_by_layer(decoder: Decoder) -> Decoder:
+def layer_by_layer(decoder: Decoder) -> Decoder:
     """The same weights without the native step, which reads two of the forms only."""
     return Decoder(**{field.name: getattr(decoder, field.name) for field in fields(Decoder)})
 
