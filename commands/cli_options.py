@@ -148,8 +148,8 @@ def loading_options(dtype: str = "auto") -> Decorator:
             type=click.Choice(KV_CACHE_DTYPES),
             default="auto",
             show_default=True,
-            help="Keys and values; auto is the checkpoint's own plan, else wide: the compute dtype. "
-            "docs/kv-cache.md tells them apart.",
+            help="Keys and values; auto is the checkpoint's own plan, or wide, the compute dtype, "
+            "where it has none. docs/kv-cache.md tells them apart.",
         ),
         click.option(
             "--batch-invariant",
@@ -242,7 +242,7 @@ scheme_options = options(
     click.option(
         "--kv-cache",
         type=click.Choice(KV_CACHE_CHOICES),
-        help="How keys and values are to be stored when the result runs: fp8 calibrates scales, auto "
+        help="How keys and values are stored when the result runs: fp8 calibrates scales, auto "
         "finds a form for each layer; docs/kv-cache.md tells them apart.",
     ),
     click.option(

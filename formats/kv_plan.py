@@ -4,6 +4,7 @@ No exchange format holds this: ``kv_cache_scheme`` of compressed-tensors has roo
 alone, and declares those (:mod:`~qtool.formats.kv_scales`). Either is the checkpoint's plan.
 
     {"version": 1, "name": "auto", "layers": ["int8", "int4", ...], "bits": 4.9,
+     "bytes_per_token": 14112,
      "chosen_from": {"text": ..., "windows": 2, "seq_len": 512, "budget": .005, "kl": .0047, ...},
      "measured": {"text": ..., "windows": 4, "seq_len": 512, "kl": .0051, ...}}
 """
@@ -53,8 +54,9 @@ class KVPlan:
     Attributes:
         name: what was asked for: a scheme, or ``auto``; :data:`DECLARED` where no file says so.
         layers: a row of :data:`LAYER_SCHEMES` for each layer.
-        bits: of an element of keys and values, scales included, beside 16-bit compute dtypes;
+        bits: of an element of keys and values, scales included, where the compute dtype has 16;
             ``None`` where nobody has reckoned it.
+        bytes_per_token: likewise, all layers.
         chosen_from: what a search looked at: text, windows, budget, its losses; or ``None``.
         measured: what the plan costs on held-out text, or ``None``.
 
@@ -65,6 +67,7 @@ class KVPlan:
     name: str
     layers: tuple[str, ...]
     bits: float | None = None
+    bytes_per_token: int | None = None
     chosen_from: Mapping[str, Any] | None = None
     measured: Mapping[str, Any] | None = None
 
@@ -113,6 +116,7 @@ class KVPlan:
             "name": self.name,
             "layers": list(self.layers),
             "bits": self.bits,
+            "bytes_per_token": self.bytes_per_token,
             "chosen_from": None if self.chosen_from is None else dict(self.chosen_from),
             "measured": None if self.measured is None else dict(self.measured),
         }
@@ -144,14 +148,17 @@ def _parse(values: Mapping[str, Any]) -> KVPlan:
         raise CheckpointError(f"name is {name!r}; it is what was asked for")
     if not isinstance(layers, list):
         raise CheckpointError(f"layers is {layers!r}; it is a list of schemes, one a layer")
-    bits = values.get("bits")
-    if not (bits is None or (isinstance(bits, int | float) and 0 < bits <= 32)):
-        raise CheckpointError(f"bits is {bits!r}; it is a number of bits, or null")
+    figures = [values.get(key) for key in ("bits", "bytes_per_token")]
+    for figure in figures:
+        if not (figure is None or (isinstance(figure, int | float) and figure > 0)):
+            raise CheckpointError(
+                f"bits or bytes_per_token is {figure!r}; each is a positive number or null"
+            )
     notes = [values.get(key) for key in ("chosen_from", "measured")]
     for note in notes:
         if not (note is None or isinstance(note, dict)):
             raise CheckpointError(f"chosen_from or measured is {note!r}; each is an object or null")
-    return KVPlan(name, tuple(layers), bits, *notes)
+    return KVPlan(name, tuple(layers), *figures, *notes)
 
 
 def declared_plan(folder: Path, config: Mapping[str, Any], num_layers: int) -> KVPlan | None:

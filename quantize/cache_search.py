@@ -54,9 +54,7 @@ class _Partial:
         return Choice(self.size, self.loss, tuple(reversed(names)))
 
 
-def frontier(
-    sizes: Mapping[str, int], losses: Sequence[Mapping[str, float]]
-) -> tuple[Choice, ...]:
+def frontier(sizes: Mapping[str, int], losses: Sequence[Mapping[str, float]]) -> tuple[Choice, ...]:
     """All choices than which none is smaller and costs no more; the smallest first.
 
     The knapsack by dynamic programming, layer by layer. Layers are of one size, so that there are

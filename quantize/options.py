@@ -25,6 +25,10 @@ from qtool.quantize.schemes import (
 # Shortest samples on which forms of the cache differ: a query sees its own page as it is.
 SWEEP_SEQ_LEN = 256
 
+# What a cache may cost unasked, in nats per token: a quarter of what good 4-bit weights of small
+# models cost (docs/quality.md).
+KV_CACHE_LOSS = 0.005
+
 STORED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -140,8 +144,8 @@ class QuantizeOptions:
             )
         if self.seq_len < SWEEP_SEQ_LEN:
             raise UsageError(
-                f"seq_len={self.seq_len}: kv_cache auto measures on calibration samples of at least "
-                f"{SWEEP_SEQ_LEN} tokens, as int4 stores whole pages of 64"
+                f"seq_len={self.seq_len}: kv_cache auto measures on calibration samples, of at "
+                f"least {SWEEP_SEQ_LEN} tokens, as int4 stores whole pages of 64"
             )
 
     def _check_formats(self) -> None:
@@ -207,6 +211,11 @@ class QuantizeOptions:
         """Whether the run looks at data."""
         cache = self.kv_cache in (FP8, AUTO)
         return cache or METHODS[self.method].needs_calibration or self.schemes.has_static_inputs
+
+    @property
+    def cache_budget(self) -> float:
+        """What ``kv_cache`` auto may cost, in nats per token."""
+        return KV_CACHE_LOSS if self.kv_cache_loss is None else self.kv_cache_loss
 
     @property
     def torch_device(self) -> torch.device:

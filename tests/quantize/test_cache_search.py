@@ -1,4 +1,4 @@
-"""A scheme for each layer: within the budget, none smaller by sum, and fewer bytes for more loss."""
+"""A scheme for each layer: within the budget, none smaller by sum, fewer bytes for more loss."""
 
 from __future__ import annotations
 
@@ -103,8 +103,7 @@ def test_a_loss_that_is_none_is_refused(loss: float) -> None:
 
 def test_eighty_layers_take_little_time() -> None:
     losses = [
-        {"wide": 0.0, "int8": 1e-5 * n, "k8v4": 7e-5 * n, "int4": 3e-4 * (n % 7)}
-        for n in range(80)
+        {"wide": 0.0, "int8": 1e-5 * n, "k8v4": 7e-5 * n, "int4": 3e-4 * (n % 7)} for n in range(80)
     ]
     front = frontier({"wide": 256, "int8": 130, "k8v4": 101, "int4": 72}, losses)
     assert front[-1].loss == 0.0 and 300 < len(front) < 15000

@@ -50,7 +50,9 @@ def test_a_wide_layer_costs_nothing_and_the_models_own_form_does_not_matter(
 ) -> None:
     windows = _windows(100, 1)
     found = [
-        layer_losses(_load(tiny_model_folder, kv_cache_dtype=name).decoder, windows, ["wide", "int8"])
+        layer_losses(
+            _load(tiny_model_folder, kv_cache_dtype=name).decoder, windows, ["wide", "int8"]
+        )
         for name in ("wide", "int4")
     ]
     assert found[0] == found[1]
