@@ -17,16 +17,16 @@ from qtool.errors import ModelError
 from qtool.formats.checkpoint import CONFIG_NAME, read_json
 from qtool.formats.kv_plan import AUTO, FP8, KVPlan
 from qtool.quantize.cache_search import frontier, search
-from qtool.quantize.kv_cache import CacheTask
+from qtool.quantize.kv_cache import SWEPT, CacheTask
 from qtool.runtime.cache_quality import CacheQuality, compare_caches
 from qtool.runtime.cache_sweep import layer_losses
 from qtool.runtime.config import parse_decoder_config
-from qtool.runtime.kv_schemes import INT4, INT8, K8V4, PAGE_SIZE, SCHEMES, WIDE, LayerSchemes
+from qtool.runtime.kv_schemes import PAGE_SIZE, SCHEMES, WIDE, LayerSchemes
 from qtool.runtime.loaded_model import LoadedModel, choose_cache, load_model
 from qtool.runtime.options import ModelOptions
 
-# What auto gives a layer, beside the compute dtype.
-SWEPT = (INT4.name, K8V4.name, INT8.name)
+# Of so many positions a sweep scores one.
+SCORED_EVERY = 4
 
 # Bytes of an element of the compute dtype that sizes are reckoned beside.
 WIDE_BYTES = 2
@@ -95,7 +95,11 @@ def _choose(model: LoadedModel, task: CacheTask, report: Report) -> KVPlan:
     samples = task.samples
     assert samples is not None
     losses = layer_losses(
-        model.decoder, samples, SWEPT, lambda done, total: report("kv cache sweep", done, total)
+        model.decoder,
+        samples,
+        SWEPT,
+        SCORED_EVERY,
+        lambda done, total: report("kv cache sweep", done, total),
     )
     sizes = {name: _scheme_bytes(model, name) for name in (WIDE.name, *SWEPT)}
     front = frontier(sizes, [{WIDE.name: 0.0, **layer} for layer in losses])

@@ -16,6 +16,7 @@ from torch import Tensor
 from qtool.errors import UsageError
 from qtool.formats.checkpoint import CheckpointWriter
 from qtool.formats.kv_plan import AUTO, FP8, KV_PLAN_PATH, KVPlan
+from qtool.quantize.cache_search import MAX_TRIES
 from qtool.quantize.job import Job
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.prepare import HeldOut, Texts
@@ -24,6 +25,10 @@ from qtool.quantize.prepare import HeldOut, Texts
 # are layers times schemes; with 1024, 32 layers and 3 schemes that is what 96 samples of 512
 # tokens take to run through the model twice, about as much as the calibration.
 SWEEP_TOKENS = 1024
+
+
+# What auto gives a layer, beside the compute dtype.
+SWEPT = ("int4", "k8v4", "int8")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +86,31 @@ def plan_cache(
         held_out=texts.held_out,
     )
     return planner(task)
+
+
+def describe_request(options: QuantizeOptions) -> str:
+    """For people, before anything is done; empty where nothing is asked."""
+    if options.kv_cache is None:
+        return ""
+    if options.kv_cache == AUTO:
+        return (
+            f"auto: {', '.join(SWEPT)} or the compute dtype for each layer, the fewest bytes that "
+            f"cost at most {options.cache_budget:g} nats per token"
+        )
+    scales = (
+        ", a scale of keys and one of values from calibration" if options.kv_cache == FP8 else ""
+    )
+    return f"{options.kv_cache} in all layers{scales}"
+
+
+def num_window_runs(options: QuantizeOptions, num_layers: int, num_held_out: int) -> int:
+    """How often a planner runs a window through the result: wide and planned on the held-out ones,
+    and for auto the sweep, whose runs begin at half the depth on average, and the search."""
+    runs = 2 * num_held_out
+    if options.kv_cache == AUTO:
+        samples = min(options.samples, max(1, SWEEP_TOKENS // options.seq_len))
+        runs += samples * (num_layers * len(SWEPT) // 2 + 2 * MAX_TRIES)
+    return runs
 
 
 def sweep_samples(ids: Tensor | None) -> Tensor:

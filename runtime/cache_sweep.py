@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtool.errors import UsageError
+from qtool.runtime.batch import Batch
 from qtool.runtime.cache_quality import layer_by_layer
 from qtool.runtime.evaluate import CHUNK
 from qtool.runtime.kv_cache import CacheForm, LayerCache
@@ -29,18 +30,21 @@ class _Reference:
 
     Attributes:
         inputs: of every layer, by chunk: float32 [chunk, hidden].
-        log_probs: float32 [chunk, vocab] by chunk.
+        log_probs: float32 [scored, vocab] by chunk.
+        every: of so many positions one is scored.
     """
 
     spans: list[tuple[int, int]]
     inputs: list[list[Tensor]]
     log_probs: list[Tensor]
+    every: int
 
 
 def layer_losses(
     decoder: Decoder,
     windows: Tensor,
     names: Sequence[str],
+    every: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, float]]:
     """KL divergence from all layers wide, in nats per token, by layer and scheme of that layer.
@@ -49,6 +53,8 @@ def layer_losses(
         decoder: its own form of the cache does not matter.
         windows: int64 [n, window_len].
         names: rows of :data:`~qtool.runtime.kv_schemes.SCHEMES`.
+        every: of so many positions one is scored. Of a small model the head takes as long as all
+            layers, and neighbouring positions say much the same.
         progress: told the runs done and their number.
 
     Raises:
@@ -63,7 +69,7 @@ def layer_losses(
     total = len(windows) * len(runs)
     for index, window in enumerate(windows):
         tokens = window.tolist()
-        reference = _run_reference(plain, tokens)
+        reference = _run_reference(plain, tokens, every)
         for number, (layer, name) in enumerate(runs):
             coarse = replace(plain, kv=_one_coarse(layer, name, count))
             losses[layer][name] += _loss(coarse, layer, tokens, reference) / len(windows)
@@ -77,7 +83,7 @@ def _one_coarse(layer: int, name: str, count: int) -> CacheForm:
     return CacheForm(LayerSchemes(f"layer {layer} {name}", tuple(schemes)))
 
 
-def _run_reference(decoder: Decoder, window: list[int]) -> _Reference:
+def _run_reference(decoder: Decoder, window: list[int], every: int) -> _Reference:
     """The window through all layers, remembering what each was given."""
     # The last token predicts nothing that is known.
     starts = range(0, len(window) - 1, CHUNK)
@@ -85,14 +91,14 @@ def _run_reference(decoder: Decoder, window: list[int]) -> _Reference:
     run, inputs, log_probs = WindowRun(decoder, window), list[list[Tensor]](), list[Tensor]()
     assert isinstance(run.cache, LayerCache)
     for span in spans:
-        batch = run.batch(*span)
+        batch = _scored(run.batch(*span), every)
         stream = [decoder.embed(batch)]
         for index in range(len(decoder.layers)):
             step = range(index, index + 1)
             stream.append(decoder.run_layers(stream[-1], step, batch, run.cache))
         inputs.append(stream[:-1])
         log_probs.append(_log_probs(decoder.logits(stream[-1], batch)))
-    return _Reference(spans, inputs, log_probs)
+    return _Reference(spans, inputs, log_probs, every)
 
 
 def _loss(decoder: Decoder, layer: int, window: list[int], reference: _Reference) -> float:
@@ -103,12 +109,16 @@ def _loss(decoder: Decoder, layer: int, window: list[int], reference: _Reference
     for span, stream, log_p in zip(
         reference.spans, reference.inputs, reference.log_probs, strict=True
     ):
-        batch = run.batch(*span)
+        batch = _scored(run.batch(*span), reference.every)
         x = decoder.run_layers(stream[layer], rest, batch, run.cache)
         log_q = _log_probs(decoder.logits(x, batch))
         total += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
     # Of two equal distributions rounding makes a little less than nothing.
-    return max(total / reference.spans[-1][1], 0.0)
+    return max(total / sum(map(len, reference.log_probs)), 0.0)
+
+
+def _scored(batch: Batch, every: int) -> Batch:
+    return replace(batch, logit_rows=batch.logit_rows[::every])
 
 
 @torch.inference_mode()

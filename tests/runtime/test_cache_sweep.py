@@ -33,7 +33,7 @@ def test_every_loss_is_that_of_a_cache_with_one_coarse_layer(
 ) -> None:
     model = _load(model_factory(**{"max_positions": 512} | variant), backend="reference")
     count, windows, steps = len(model.decoder.layers), _windows(300), list[tuple[int, int]]()
-    losses = layer_losses(model.decoder, windows, NAMES, lambda *step: steps.append(step))
+    losses = layer_losses(model.decoder, windows, NAMES, progress=lambda *step: steps.append(step))
     assert steps == [(n + 1, 2 * count * 3) for n in range(2 * count * 3)]
     for layer, found in enumerate(losses):
         forms = [["wide"] * count for _ in NAMES]
@@ -57,6 +57,20 @@ def test_a_wide_layer_costs_nothing_and_the_models_own_form_does_not_matter(
     ]
     assert found[0] == found[1]
     assert all(layer["wide"] == 0.0 < layer["int8"] for layer in found[0])
+
+
+def test_positions_that_are_left_out_change_the_mean_and_nothing_else(
+    tiny_model_folder: Path,
+) -> None:
+    """At the least, only the first position is left."""
+    decoder, windows = _load(tiny_model_folder).decoder, _windows(202, 1)
+    whole, first = (layer_losses(decoder, w, ["int8"]) for w in (windows, windows[:, :2]))
+    even = layer_losses(decoder, windows, ["int8"], every=2)
+    assert even != whole
+    one = layer_losses(decoder, windows, ["int8"], every=1000)
+    assert [layer["int8"] for layer in one] == pytest.approx(
+        [layer["int8"] for layer in first], abs=1e-9
+    )
 
 
 def test_what_cannot_be_swept_is_refused(tiny_model_folder: Path) -> None:
