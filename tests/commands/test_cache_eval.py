@@ -39,6 +39,7 @@ def test_the_table_names_forms_bytes_and_positions(tiny_model_folder: Path) -> N
     ("arguments", "message"),
     [
         (("--kv-cache", "int3"), "use one of plan, wide, fp8, int8, k8v4, int4"),
+        (("--kv-cache", "plan,int8"), "--kv-cache plan: the checkpoint declares none"),
         (("--kv-cache", "int8", "--kv-cache-dtype", "int4"), "--kv-cache-dtype has no meaning"),
         (("--kv-cache", "int8", "--reference", "m"), "--reference has no meaning with --kv-cache"),
         (("--kv-cache", "int8", "--limit", "3"), "--limit has no meaning with --kv-cache"),

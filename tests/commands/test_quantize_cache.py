@@ -19,8 +19,6 @@ from qtool.cli import main
 from qtool.errors import ModelError
 from qtool.formats.kv_plan import KV_PLAN_PATH, read_kv_plan
 from qtool.formats.validation.validate import validate
-from qtool.runtime.cache_quality import compare_caches
-from qtool.runtime.kv_schemes import LayerSchemes
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.options import ModelOptions
 from support.batches import run_whole
@@ -216,39 +214,3 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     done = _quantize(tiny_model_folder, tmp_path / "q", *options)
     assert done.exit_code == 2 and message in done.output.replace("\n", " ")
-
-
-def test_large_key_biases_hold_where_scales_are_by_channel(
-    model_factory: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Qwen2's keys have channels whose bias is far larger than what tokens add to it."""
-    folder = _with_key_biases(model_factory(model_type="qwen2", max_positions=512), 30.0)
-    model = load_model(folder, CPU)
-    windows = torch.randint(384, (2, 400), generator=torch.Generator().manual_seed(3))
-    count = len(model.decoder.layers)
-    forms = ["wide", "int4", "k8v4", LayerSchemes("per token", (_per_token_int4(),) * count)]
-    _, by_channel, k8v4, by_token = compare_caches(model, forms, windows)
-    assert by_channel.kl < 0.01 and k8v4.kl < 0.01
-    assert by_token.kl > 10 * max(by_channel.kl, k8v4.kl)
-
-
-def _per_token_int4() -> Any:
-    """What others store: keys in 4 bits, a scale a token and group."""
-    from qtool.runtime.kv_schemes import KVScheme, Stored
-
-    group = Stored(4, "int", "group")
-    return KVScheme("per token", group, group, "keys and values in groups of 64")
-
-
-def _with_key_biases(folder: Path, size: float) -> Path:
-    """Every head's keys with two channels, a rotary pair apart, of that size."""
-    from safetensors.torch import save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("k_proj.bias"):
-            heads = tensor.view(2, -1)
-            heads[:, heads.shape[1] // 2 - 1] = size
-            heads[:, -1] = -size
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
