@@ -22,8 +22,8 @@ from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.prepare import HeldOut, Texts
 
 # Calibration tokens on which auto looks at every layer. A sweep runs them half as often as there
-# are layers times schemes; with 1024, 32 layers and 3 schemes that is what 96 samples of 512
-# tokens take to run through the model twice, about as much as the calibration.
+# are layers times schemes: with 32 layers and 3 schemes that is as long as 96 samples of 512 tokens
+# take to run through the model once, and less than any method takes with the usual 128.
 SWEEP_TOKENS = 1024
 
 

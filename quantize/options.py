@@ -25,8 +25,8 @@ from qtool.quantize.schemes import (
 # Shortest samples on which forms of the cache differ: a query sees its own page as it is.
 SWEEP_SEQ_LEN = 256
 
-# What a cache may cost unasked, in nats per token: a quarter of what good 4-bit weights of small
-# models cost (docs/quality.md).
+# What a cache may cost unasked, in nats per token: a tenth of what the best 4-bit weights of
+# SmolLM2-135M cost (docs/quality.md).
 KV_CACHE_LOSS = 0.005
 
 STORED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kv_plans import best_within, dealt_otherwise, forms
+
 from qtool.formats.kv_plan import KVPlan
 from qtool.quantize.cache_search import frontier
 
