@@ -141,8 +141,8 @@ def convert(
 @click.option(
     "--kv-cache",
     metavar="FORM[,FORM]",
-    help="Compare forms of the cache on the windows, such as fp8,int8,k8v4,int4, with the compute "
-    "dtype's; docs/kv-cache.md tells them apart.",
+    help="Compare forms of the cache on the windows, such as plan,fp8,int8,k8v4,int4, with the "
+    "compute dtype's; plan is what the checkpoint declares. docs/kv-cache.md tells them apart.",
 )
 @click.option(
     "--tasks",

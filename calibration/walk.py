@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.calibration.cache_peaks import CachePeaks, cache_peaks
 from qtool.calibration.decoder_block import DecoderBlock, attach
 from qtool.calibration.families import ModelFamily
 from qtool.calibration.meta_model import build_on_meta, load_weights, release_weights
@@ -79,6 +80,7 @@ class Walk:
         held_out: windows int64 [num_windows, seq_len] for the original weights, or ``None``.
         originals: pass the samples through the original weights as well, for methods that make
             up for the error of earlier blocks.
+        watch_cache: note the largest keys and values of the samples in every block.
         state: where to go on, with the same samples and windows; at the first block if ``None``.
 
     Raises:
@@ -95,15 +97,17 @@ class Walk:
         ids: Tensor | None = None,
         held_out: Tensor | None = None,
         originals: bool = False,
+        watch_cache: bool = False,
         state: WalkState | None = None,
     ) -> None:
-        self._reader, self._device = reader, device
+        self._reader, self._device, self._watch_cache = reader, device, watch_cache
         self._model = build_on_meta(reader.folder)
         self._prefixes = family.block_prefixes(reader.config)
         state = state or WalkState(0)
         self._index = state.index
         self._block: DecoderBlock | None = None
         self._peaks: dict[str, float] = {}
+        self._cache_peaks: CachePeaks | None = None
 
         def open_stream(ids: Tensor | None, hidden: Tensor | None) -> _Stream | None:
             if ids is None:
@@ -135,6 +139,11 @@ class Walk:
         """Largest \\|input\\| of every linear of the latest block on the held-out windows."""
         return self._peaks
 
+    @property
+    def cache_peaks(self) -> CachePeaks | None:
+        """Largest keys and values of the block left last, with the weights it was left with."""
+        return self._cache_peaks
+
     def blocks(self) -> Iterator[DecoderBlock]:
         """Hand out the remaining blocks; each is left by :meth:`advance`, by whomever called."""
         while self._index < len(self._prefixes):
@@ -146,6 +155,8 @@ class Walk:
     def advance(self) -> None:
         """Leave the current block: with its present weights it makes the next one's input."""
         block = self._enter()
+        if self._watch_cache and self._samples is not None:
+            self._cache_peaks = cache_peaks(block)
         if self._samples is not None and self._index + 1 < len(self._prefixes):
             block.propagate()
         block.release()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from rich.table import Table
 
 from qtool.calibration.data import evaluation_windows, held_out_documents, load_tokenizer
 from qtool.commands import console
 from qtool.errors import UsageError
+from qtool.formats.checkpoint import CONFIG_NAME, read_json
+from qtool.formats.kv_plan import declared_plan
 from qtool.formats.model_source import resolve_model
 from qtool.runtime.cache_quality import CacheQuality, compare_caches
-from qtool.runtime.kv_schemes import WIDE, kv_scheme
+from qtool.runtime.config import parse_decoder_config
+from qtool.runtime.kv_schemes import FOLLOW, SCHEMES, WIDE
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.options import ModelOptions
+
+# What the checkpoint declares, among the forms to compare.
+PLAN = "plan"
 
 
 def parse_names(text: str) -> list[str]:
@@ -21,8 +30,10 @@ def parse_names(text: str) -> list[str]:
         UsageError: there is none of a name.
     """
     asked = [name.strip() for name in text.split(",") if name.strip()]
+    known = (PLAN, *SCHEMES)
     for name in asked:
-        kv_scheme(name)
+        if name not in known:
+            raise UsageError(f"--kv-cache {name!r}: use one of {', '.join(known)}")
     return list(dict.fromkeys([WIDE.name, *asked]))
 
 
@@ -38,14 +49,16 @@ def run(
     """Score ``count`` windows of ``seq_len`` tokens under each form, and show the table.
 
     Raises:
-        UsageError: the options ask for one form as well.
+        UsageError: the options ask for one form as well, or the checkpoint has no plan.
         QtoolError: the model or the text cannot be read.
     """
-    if loading.kv_cache_dtype != WIDE.name:
+    if loading.kv_cache_dtype != FOLLOW:
         raise UsageError(
             "--kv-cache-dtype has no meaning with --kv-cache, which compares forms; leave one out"
         )
     folder = resolve_model(model)
+    if PLAN in names:
+        _require_plan(folder)
     tokenizer = load_tokenizer(folder)
     source = held_out_documents(text).render(tokenizer)
     windows = evaluation_windows(source, tokenizer, seq_len, count)
@@ -54,9 +67,11 @@ def run(
     for note in loaded.notes:
         show.note(note)
     with show.steps() as steps:
-        results = compare_caches(
-            loaded, names, windows, lambda done, total: steps.update("evaluate", done, total)
+        forms = [FOLLOW if name == PLAN else name for name in names]
+        found = compare_caches(
+            loaded, forms, windows, lambda done, total: steps.update("evaluate", done, total)
         )
+    results = [replace(result, name=name) for name, result in zip(names, found, strict=True)]
     for result in results:
         for note in result.notes:
             show.note(f"{result.name}: {note}")
@@ -80,6 +95,14 @@ def run(
         highlight=False,
     )
     return results
+
+
+def _require_plan(folder: Path) -> None:
+    config = read_json(folder / CONFIG_NAME)
+    if declared_plan(folder, config, parse_decoder_config(config).num_layers) is None:
+        raise UsageError(
+            f"--kv-cache {PLAN}: the checkpoint declares none; qtool quantize --kv-cache writes one"
+        )
 
 
 def _cost_table(results: list[CacheQuality]) -> Table:

@@ -18,11 +18,10 @@ import click
 
 from qtool.errors import QtoolError
 from qtool.formats.validation.finding import TARGETS
-from qtool.runtime.kv_schemes import SCHEMES
+from qtool.runtime.kv_schemes import KV_CACHE_DTYPES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-KV_CACHE_DTYPES = tuple(SCHEMES)
 SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
@@ -149,7 +148,8 @@ def loading_options(dtype: str = "auto") -> Decorator:
             type=click.Choice(KV_CACHE_DTYPES),
             default="auto",
             show_default=True,
-            help="Keys and values; auto is the compute dtype. docs/kv-cache.md tells them apart.",
+            help="Keys and values; auto is the checkpoint's own plan, or wide, the compute dtype, "
+            "where it has none. docs/kv-cache.md tells them apart.",
         ),
         click.option(
             "--batch-invariant",
@@ -193,6 +193,9 @@ METHOD_NAMES = (
     "fp8+gptq",
 )
 
+# Likewise of formats.kv_plan.
+KV_CACHE_CHOICES = ("fp8", "int8", "int4", "k8v4", "auto")
+
 # Likewise of formats.registry.
 FORMAT_NAMES = ("compressed-tensors", "awq", "gptq", "fp8")
 
@@ -235,6 +238,18 @@ scheme_options = options(
         type=parse_bits,
         metavar="4|8",
         help="Quantize the head too, in this many bits.",
+    ),
+    click.option(
+        "--kv-cache",
+        type=click.Choice(KV_CACHE_CHOICES),
+        help="How keys and values are stored when the result runs: fp8 calibrates scales, auto "
+        "finds a form for each layer; docs/kv-cache.md tells them apart.",
+    ),
+    click.option(
+        "--kv-cache-loss",
+        type=float,
+        metavar="NATS",
+        help="What --kv-cache auto may cost: KL divergence a token; default 0.005.",
     ),
     click.option("--skip-first", type=int, default=0, help="Leave the first N blocks as they are."),
     click.option("--skip-last", type=int, default=0, help="Leave the last N blocks as they are."),

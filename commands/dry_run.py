@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import SampleRequest, read_mix
-from qtool.commands import console
+from qtool.commands import cache_plan, console
 from qtool.commands.self_text import sample_blocks
 from qtool.errors import QuantizationError
 from qtool.formats.model_source import resolve_model
@@ -34,6 +34,7 @@ def run(
     parts = read_mix(options.calibration) if options.needs_calibration else None
     with show.status(f"resolving {model}"):
         source = resolve_model(model)
+    cache_plan.require_runtime(source, options.kv_cache)
     available = available_cpu_memory()
     with show.steps() as steps:
 
@@ -99,6 +100,8 @@ def _print(estimate: Estimate, options: QuantizeOptions, available: int) -> None
         f"{console.size(estimate.work_bytes)} for the work folder, "
         f"{console.size(estimate.free_bytes)} free",
     ]
+    if estimate.kv_cache:
+        lines.append(f"KV cache: {estimate.kv_cache}")
     for size, obstacles in estimate.tensor_parallel.items():
         says = "; ".join(obstacles[:3]) if obstacles else "divides evenly"
         lines.append(f"tensor parallel over {size}: {says}")

@@ -14,12 +14,11 @@ from rich.table import Table
 from qtool.commands import console
 from qtool.errors import CheckpointError
 from qtool.formats.inventory import KINDS, Inventory, Module, take_inventory
+from qtool.formats.kv_plan import KVPlan, read_kv_plan
 from qtool.formats.reader import read_json
 from qtool.formats.registry import quantization_source
 from qtool.formats.validation.validate import layer_pattern
 from qtool.quantize.report import REPORT_PATH
-
-KV_PLAN_PATH = "qtool/kv_plan.json"
 
 # What a report says about a run, without its records of modules.
 _MANIFEST = ("base_model", "command", "method", "qtool_version", "dtype", "calibration")
@@ -129,14 +128,24 @@ def _bits(num_bytes: int, parameters: int) -> float | None:
 def _beside(folder: Path, inventory: Inventory) -> dict[str, Any]:
     """What the config and the files in the folder ``qtool`` say."""
     block, _ = quantization_source(folder, inventory.config)
-    report = _optional(folder / REPORT_PATH)
+    report, plan = _optional(folder / REPORT_PATH), read_kv_plan(folder)
     evaluation = report.get("evaluation") or {}
     return {
         "kv_cache_scheme": (block or {}).get("kv_cache_scheme"),
-        "kv_plan": _optional(folder / KV_PLAN_PATH) or None,
+        "kv_plan": None if plan is None else plan.to_dict(),
         "manifest": {key: report[key] for key in _MANIFEST if key in report} or None,
         "quality": evaluation or None,
     }
+
+
+def _plan_words(plan: Mapping[str, Any]) -> str:
+    """Schemes by number of layers, bits, and the cost on held-out text."""
+    words = [KVPlan(plan["name"], tuple(plan["layers"])).describe()]
+    if plan["bits"] is not None:
+        words.append(f"{plan['bits']:.2f} bits an element")
+    if measured := plan["measured"]:
+        words.append(f"KL {measured['kl']:.5f} on {measured['text']}")
+    return ", ".join(words)
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -175,7 +184,7 @@ def _records(beside: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         told = ", ".join(f"{key} {scheme[key]}" for key in ("num_bits", "type", "strategy"))
         yield "KV cache", f"static scales: {told}"
     if plan := beside.get("kv_plan"):
-        yield "KV plan", ", ".join(f"{key} {value}" for key, value in plan.items())
+        yield "KV plan", _plan_words(plan)
     manifest = beside.get("manifest") or {}
     for name, key in (("made from", "base_model"), ("command", "command"), ("by", "qtool_version")):
         if manifest.get(key):

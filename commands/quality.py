@@ -23,6 +23,7 @@ from qtool.quantize.pipeline import Evaluated
 from qtool.quantize.report import Evaluation
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.evaluate import Predictions, evaluate, window_logits
+from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.model import Decoder
 from qtool.runtime.options import ModelOptions
@@ -67,7 +68,10 @@ def _predictions(
                 reader, family, device, ids, lambda done, total: report("dequantize", done, total)
             )
         return final, "transformers with dequantized weights, float32"
-    loading = ModelOptions(device=device.type, dtype="fp32", self_check=False)
+    # The weights alone: what a plan of the cache costs is measured by itself.
+    loading = ModelOptions(
+        device=device.type, dtype="fp32", self_check=False, kv_cache_dtype=WIDE.name
+    )
     decoder = load_model(folder, loading, ids.shape[1]).decoder
     return decoder, f"qtool {decoder.backend.name}, float32"
 

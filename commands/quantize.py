@@ -11,11 +11,13 @@ from torch import Tensor
 
 from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import SampleRequest, read_mix
-from qtool.commands import console, quality
+from qtool.commands import cache_plan, console, quality
 from qtool.commands.self_text import sample_blocks
 from qtool.formats.checkpoint import read_json
+from qtool.formats.kv_plan import KVPlan
 from qtool.formats.model_source import resolve_model
 from qtool.quantize.card import command_line, public_name
+from qtool.quantize.kv_cache import CacheTask
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import Evaluated, Origin, Progress, quantize_model
 from qtool.quantize.publish import RUN_PATH
@@ -34,6 +36,7 @@ def run(
     parts = read_mix(options.calibration) if options.needs_calibration else None
     with show.status(f"resolving {model}"):
         source = resolve_model(model)
+    cache_plan.require_runtime(source, options.kv_cache)
     with _stop_explained(out, show), show.steps() as steps:
 
         def update(progress: Progress) -> None:
@@ -50,6 +53,9 @@ def run(
         def compare(folder: Path, original: FinalLogits) -> Evaluated:
             return quality.compare(folder, original, options.torch_device, steps.update)
 
+        def plan(task: CacheTask) -> KVPlan:
+            return cache_plan.plan(task, steps.update)
+
         report = quantize_model(
             source,
             out,
@@ -58,6 +64,7 @@ def run(
             parts=parts,
             sampler=sample,
             evaluator=compare,
+            planner=plan,
             origin=Origin(public_name(model), command_line(model, options)),
         )
     _show(report, source, out, show)
@@ -96,6 +103,8 @@ def _show(report: Report, source: Path, out: Path, show: console.Show) -> None:
     console.out.print(summary_table(report))
     if report.evaluation is not None:
         console.out.print(quality.quality_table(report.evaluation))
+    if report.kv_cache is not None:
+        console.out.print(cache_plan.cache_table(report.kv_cache))
     console.out.print(
         f"{out}: {console.size(after)}, {report.bits_per_weight:.2f} bits per quantized weight "
         f"(original {console.size(before)}, {before / after:.2f}x smaller), "

@@ -49,7 +49,8 @@ def show_plan(info: EngineInfo, where: Console) -> None:
         f"{info.served_name}: weights {info.quantization}, {console.size(info.weight_bytes)}; "
         f"{info.backend} kernels on {info.device} in {info.dtype} ({info.backend_reason})",
         *(_part_line(part, info.backend_reason) for part in info.parts),
-        f"KV cache: {info.kv_cache_dtype}, {console.size(info.kv_bytes_per_token)} a token; "
+        f"KV cache: {info.kv_cache_dtype} ({info.kv_cache_reason}), "
+        f"{console.size(info.kv_bytes_per_token)} a token; "
         f"{info.num_cache_tokens:,} tokens in {info.num_blocks:,} blocks of {info.block_size} "
         f"({info.num_full_sequences:.1f} sequences of {info.max_model_len:,}){_tails(info)}",
         f"scheduler: {info.scheduling_policy}, at most {info.max_num_seqs} sequences and "

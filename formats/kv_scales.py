@@ -104,6 +104,16 @@ def _refuse_zero_point(name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{name} is not zero; an FP8 cache has scales alone")
 
 
+def promises_kv_scales(block: Mapping[str, Any]) -> bool:
+    """Whether a ``quantization_config`` says that the cache is FP8 with the checkpoint's scales."""
+    if block.get("quant_method") == "modelopt":
+        inner = block.get("quantization")
+        values = inner if isinstance(inner, dict) else block
+        return values.get("kv_cache_quant_algo") == "FP8" or bool(block.get("kv_cache_scheme"))
+    scheme = block.get("kv_cache_scheme")
+    return isinstance(scheme, dict) and not scheme.get("dynamic", False)
+
+
 def kv_cache_scheme(scales: Mapping[str, KvScales]) -> dict[str, Any] | None:
     """``kv_cache_scheme`` of compressed-tensors' config for a checkpoint's scales, if it has any.
 
@@ -115,10 +125,15 @@ def kv_cache_scheme(scales: Mapping[str, KvScales]) -> dict[str, Any] | None:
     ways = {scale.per_head for scale in scales.values()}
     if len(ways) > 1:
         raise CheckpointError("scales of the cache by head and by tensor; a config holds one kind")
+    return static_scheme(per_head=ways == {True})
+
+
+def static_scheme(*, per_head: bool) -> dict[str, Any]:
+    """``kv_cache_scheme`` of FP8 scales by head, or by tensor."""
     return {
         "num_bits": 8,
         "type": "float",
-        "strategy": "attn_head" if ways == {True} else "tensor",
+        "strategy": "attn_head" if per_head else "tensor",
         "symmetric": True,
         "dynamic": False,
     }

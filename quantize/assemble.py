@@ -6,13 +6,18 @@ import math
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from qtool.calibration.cache_peaks import CachePeaks
 from qtool.calibration.weights import to_stored
 from qtool.errors import QuantizationError
+from qtool.formats import affine
 from qtool.formats.checkpoint import TensorSource
+from qtool.formats.kv_scales import KvScales, static_scheme
 from qtool.formats.losses import scale_loss
 from qtool.formats.registry import DEFAULT_FORMAT
+from qtool.formats.scheme import FLOAT8_MAX
 from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize.head import head_config, quantize_head
 from qtool.quantize.job import Job, QuantizedBlock
@@ -95,6 +100,17 @@ def block_tensors(job: Job, prefix: str, block: QuantizedBlock) -> dict[str, Ten
     return tensors
 
 
+def cache_scales(job: Job, peaks: CachePeaks) -> dict[str, Tensor]:
+    """FP8 scales [1] of a block's keys and values, so that its largest one is e4m3's largest."""
+    attention = f"{peaks.prefix}.{job.family.attention_output.rpartition('.')[0]}"
+    key, value = (
+        torch.tensor([max(peak / FLOAT8_MAX, affine.MIN_SCALE)]).to(job.dtype)
+        for peak in (peaks.key, peaks.value)
+    )
+    scales = KvScales(key, value)
+    return {f"{attention}.{name}": scale for name, scale in scales.tensors().items()}
+
+
 def num_parameters(job: Job) -> int:
     """Parameters of the original; a tied head is the embedding and counts once."""
     twice = f"{HEAD}.weight" if _is_tied(job) else None
@@ -113,5 +129,7 @@ def result_config(job: Job) -> dict[str, Any]:
     routers = job.family.router_names(config)
     kept = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
     block = job.format.quantization_config(job.schemes, [*kept, *routers])
+    if job.kv_scales:
+        block["kv_cache_scheme"] = static_scheme(per_head=False)
     config["quantization_config"] = block
     return config

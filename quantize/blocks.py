@@ -10,7 +10,7 @@ import torch
 from qtool.calibration.products import rounded_products
 from qtool.calibration.walk import Walk, WalkState
 from qtool.errors import QuantizationError
-from qtool.quantize.assemble import block_tensors, head_tensors, outer_sources
+from qtool.quantize.assemble import block_tensors, cache_scales, head_tensors, outer_sources
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
@@ -76,6 +76,7 @@ def _open_walk(job: Job, texts: Texts, state: WalkState | None, *, originals: bo
         ids=ids,
         held_out=held_out,
         originals=originals,
+        watch_cache=job.kv_scales,
         state=state,
     )
 
@@ -91,7 +92,11 @@ def _commit(
         if state.index == len(job.family.block_prefixes(job.reader.config)):
             state = WalkState(state.index, None, state.held_out)  # calibration ends here
     facts = {"records": [asdict(record) for record in block.records], "peaks": peaks}
-    work.commit(block_tensors(job, prefix, block), facts, state)
+    tensors = block_tensors(job, prefix, block)
+    if job.kv_scales:
+        assert walk is not None and walk.cache_peaks is not None
+        tensors |= cache_scales(job, walk.cache_peaks)
+    work.commit(tensors, facts, state)
 
 
 def _refuse_fallbacks(records: Sequence[ModuleRecord]) -> None:

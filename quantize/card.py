@@ -10,6 +10,7 @@ from typing import Any
 
 from qtool.calibration.sources import parse_source
 from qtool.errors import CalibrationError
+from qtool.formats.kv_plan import FP8
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.report import FLOAT16_SAFE, Evaluation, Report
 
@@ -67,6 +68,8 @@ def model_card(report: Report) -> str:
     parts = [_header(report), _title(report)]
     if report.evaluation is not None:
         parts.append(_quality(report.evaluation))
+    if report.kv_cache is not None:
+        parts.append(_cache(report.kv_cache))
     parts += [_how(report), _warnings(report), _use(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -112,6 +115,22 @@ def _quality(evaluation: Evaluation) -> str:
         f"{evaluation.seq_len} tokens of `{evaluation.text}`, which was not calibrated on. The "
         f"checkpoint was read back from disk and ran in {evaluation.engine}."
     )
+
+
+def _cache(plan: Mapping[str, Any]) -> str:
+    names = plan["layers"]
+    layers = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    text = f"Keys and values are to be stored as {plan['name']} (layers: {layers})"
+    if plan["bits"] is not None:
+        text += f": {plan['bits']:.2f} bits an element, {plan['bytes_per_token']} bytes a token"
+    if measured := plan["measured"]:
+        text += (
+            f". That costs {measured['kl']:.5f} nats per token, as KL divergence from the same "
+            f"weights with keys and values in the compute dtype, on {measured['windows']} windows "
+            f"of {measured['seq_len']} tokens of `{measured['text']}`"
+        )
+    how = "engines that read `kv_cache_scheme`" if plan["name"] == FP8 else "qtool"
+    return f"## Cache of keys and values\n\n{text}. Followed by {how}."
 
 
 def _figure(quality: Mapping[str, Any], key: str) -> str:

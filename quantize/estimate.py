@@ -20,6 +20,7 @@ from qtool.formats.tensor_parallel import SIZES, obstacles
 from qtool.formats.writer import existing_parent
 from qtool.quantize.fingerprint import run_fingerprint
 from qtool.quantize.job import Job
+from qtool.quantize.kv_cache import describe_request
 from qtool.quantize.measure import Scorer, measure_phases
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
@@ -68,6 +69,7 @@ class Estimate:
         free_bytes: what the output's disk has.
         tensor_parallel: what is in the way of so many devices.
         resident_bytes: memory the process had before it began.
+        kv_cache: what is asked of the cache, in words.
     """
 
     modules: tuple[ModulePlan, ...]
@@ -78,6 +80,7 @@ class Estimate:
     free_bytes: int
     tensor_parallel: dict[int, list[str]]
     resident_bytes: int
+    kv_cache: str = ""
 
     @property
     def seconds(self) -> float:
@@ -152,6 +155,7 @@ def estimate_run(
             free_bytes=shutil.disk_usage(existing_parent(out)).free,
             tensor_parallel={n: _obstacles(job, n) for n in SIZES},
             resident_bytes=resident,
+            kv_cache=describe_request(options),
         )
 
 

@@ -40,6 +40,7 @@ class Job:
         walk: hands out the blocks; ``None`` walks them all, with ``ids`` alone.
         first_block: where the method begins: blocks before it are done already.
         format: how weights are written.
+        kv_scales: FP8 scales of the cache are calibrated, and written with the weights.
     """
 
     reader: CheckpointReader
@@ -51,6 +52,7 @@ class Job:
     walk: Walk | None = None
     first_block: int = 0
     format: WritableFormat = compressed_tensors
+    kv_scales: bool = False
 
     def blocks(self, *, originals: bool = False) -> Iterator[DecoderBlock]:
         """The blocks to do, with what flows into them, for a method that looks at data.

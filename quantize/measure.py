@@ -15,6 +15,7 @@ from qtool.calibration.walk import Walk, WalkState
 from qtool.formats.writer import PARTIAL, existing_parent
 from qtool.quantize.blocks import quantize_blocks
 from qtool.quantize.job import Job
+from qtool.quantize.kv_cache import num_window_runs
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.phases import Phase, PhaseClock
 from qtool.quantize.prepare import Listener, Progress, Texts, result_bytes
@@ -40,7 +41,7 @@ def measure_phases(
     progress: Listener,
     scorer: Scorer | None,
 ) -> list[Phase]:
-    """Phases of a run after its texts are read: quantize, write, verify, evaluate.
+    """Phases of a run after its texts are read: quantize, write, verify, evaluate, kv cache.
 
     A folder beside ``out`` holds the measured blocks for a moment.
     """
@@ -63,7 +64,11 @@ def measure_phases(
         quantize = _all_blocks(clock.phases[0], stamps, total)
         phases = [quantize, *_copying(result_bytes(job), quantize)]
         if scorer is not None and texts.held_out_ids is not None:
-            phases.append(_evaluation(job, texts.held_out_ids, scorer, work.state, total))
+            held_out = texts.held_out_ids
+            phases.append(_evaluation(job, held_out, scorer, work.state, total))
+            if options.kv_cache is not None:
+                runs = num_window_runs(options, total, len(held_out))
+                phases.append(_cache(phases[-1], runs / len(held_out)))
     return phases
 
 
@@ -86,6 +91,16 @@ def _copying(num_bytes: int, before: Phase) -> list[Phase]:
         replace(before, name=name, seconds=num_bytes * cost, cpu_seconds=num_bytes * cost)
         for name, cost in (("write", WRITE_SECONDS), ("verify", VERIFY_SECONDS))
     ]
+
+
+def _cache(evaluation: Phase, times: float) -> Phase:
+    """The result's runs with other caches: each window takes what one of the evaluation does."""
+    return replace(
+        evaluation,
+        name="kv cache",
+        seconds=times * evaluation.seconds,
+        cpu_seconds=times * evaluation.cpu_seconds,
+    )
 
 
 def _evaluation(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from qtool.calibration.sources import BUILTIN
 from qtool.errors import UsageError
+from qtool.formats.kv_plan import AUTO, CHOICES, FP8
 from qtool.formats.registry import DEFAULT_FORMAT, writer_of
 from qtool.formats.scheme import PORTABLE_BITS, Strategy, fp8_scheme, w8a8_scheme
 from qtool.quantize.methods import METHODS
@@ -19,6 +21,13 @@ from qtool.quantize.schemes import (
     SchemesAsked,
     parse_override,
 )
+
+# Shortest samples on which forms of the cache differ: a query sees its own page as it is.
+SWEEP_SEQ_LEN = 256
+
+# What a cache may cost unasked, in nats per token: a tenth of what the best 4-bit weights of
+# SmolLM2-135M cost (docs/quality.md).
+KV_CACHE_LOSS = 0.005
 
 STORED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -39,6 +48,11 @@ class QuantizeOptions:
         weight_only: of ``fp8``: leave inputs in 16 bits.
         layers: ``PATTERN=SCHEME`` overrides; see :mod:`qtool.quantize.schemes`.
         lm_head: bits of the head's weight; ``None`` leaves it in 16 bits.
+        kv_cache: how the cache of keys and values is to be stored, one of
+            :data:`~qtool.formats.kv_plan.CHOICES`; ``None`` says nothing of it.
+        kv_cache_loss: of ``kv_cache`` auto: what the cache may cost, as KL divergence from the same
+            weights with a cache in the compute dtype, in nats per token; :data:`KV_CACHE_LOSS` if
+            ``None``.
         ignore: patterns of linears that stay as they are; see :mod:`qtool.formats.patterns`.
         skip_first, skip_last: blocks at either end that stay as they are.
         calibration: text sources, each perhaps with ``=WEIGHT``; see
@@ -69,6 +83,8 @@ class QuantizeOptions:
     weight_only: bool = False
     layers: tuple[str, ...] = ()
     lm_head: int | None = None
+    kv_cache: str | None = None
+    kv_cache_loss: float | None = None
     ignore: tuple[str, ...] = ()
     skip_first: int = 0
     skip_last: int = 0
@@ -101,6 +117,7 @@ class QuantizeOptions:
             raise UsageError(f"lm_head={self.lm_head}: choose 4 or 8 bits, or leave it out")
         if min(self.skip_first, self.skip_last) < 0:
             raise UsageError("skip_first and skip_last are numbers of blocks: 0 or more")
+        self._check_cache()
         _ = self.schemes  # refuses overrides that are none
         if self.samples < 1:
             raise UsageError(f"samples={self.samples}: calibration needs at least one block")
@@ -110,6 +127,26 @@ class QuantizeOptions:
             raise UsageError(f"eval_windows={self.eval_windows}: give a number of windows, or 0")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("device='cuda': PyTorch sees no GPU here; use auto or cpu")
+
+    def _check_cache(self) -> None:
+        if self.kv_cache is not None:
+            _require_choice("kv_cache", self.kv_cache, CHOICES)
+        if self.kv_cache_loss is None and self.kv_cache != AUTO:
+            return
+        if self.kv_cache != AUTO:
+            raise UsageError(
+                f"kv_cache_loss={self.kv_cache_loss}: has no meaning without kv_cache auto, which "
+                "looks for the smallest cache that costs no more"
+            )
+        if self.kv_cache_loss is not None and not 0 < self.kv_cache_loss < math.inf:
+            raise UsageError(
+                f"kv_cache_loss={self.kv_cache_loss}: a KL divergence in nats per token, above 0"
+            )
+        if self.seq_len < SWEEP_SEQ_LEN:
+            raise UsageError(
+                f"seq_len={self.seq_len}: kv_cache auto measures on calibration samples, of at "
+                f"least {SWEEP_SEQ_LEN} tokens, as int4 stores whole pages of 64"
+            )
 
     def _check_formats(self) -> None:
         for name in self.formats:
@@ -172,7 +209,13 @@ class QuantizeOptions:
     @property
     def needs_calibration(self) -> bool:
         """Whether the run looks at data."""
-        return METHODS[self.method].needs_calibration or self.schemes.has_static_inputs
+        cache = self.kv_cache in (FP8, AUTO)
+        return cache or METHODS[self.method].needs_calibration or self.schemes.has_static_inputs
+
+    @property
+    def cache_budget(self) -> float:
+        """What ``kv_cache`` auto may cost, in nats per token."""
+        return KV_CACHE_LOSS if self.kv_cache_loss is None else self.kv_cache_loss
 
     @property
     def torch_device(self) -> torch.device:

@@ -11,7 +11,7 @@ import torch
 from qtool.errors import QuantizationError
 from qtool.formats.linears import Shape
 from qtool.formats.losses import LinearPlan, describe, losses, scale_loss
-from qtool.formats.registry import writer_of
+from qtool.formats.registry import DEFAULT_FORMAT, writer_of
 from qtool.quantize.job import Job
 from qtool.quantize.plan import weight_name
 
@@ -46,7 +46,13 @@ def _refuse_losses(job: Job) -> None:
     plans = {
         name: LinearPlan(scheme, _shape(job, name), loss) for name, scheme in job.schemes.items()
     }
-    if found := losses(job.format, plans):
+    found = losses(job.format, plans)
+    if job.kv_scales and not job.format.HOLDS_KV_SCALES:
+        raise QuantizationError(
+            f"format={job.format.NAME!r} has no place for the FP8 scales of --kv-cache fp8; write "
+            f"{DEFAULT_FORMAT}, or ask for another cache"
+        )
+    if found:
         raise QuantizationError(
             f"format={job.format.NAME!r} cannot hold what is asked: {describe(found)}; ask for "
             "another scheme or --dtype, or for another format"

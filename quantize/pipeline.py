@@ -24,11 +24,19 @@ from qtool.formats.checkpoint import (
     check_target,
 )
 from qtool.formats.convert import convert_checkpoint
+from qtool.formats.kv_plan import KVPlan
 from qtool.quantize.assemble import head_tensors, num_parameters, outer_sources, result_config
 from qtool.quantize.blocks import quantize_blocks
 from qtool.quantize.card import command_line, public_name
 from qtool.quantize.fingerprint import run_fingerprint
 from qtool.quantize.job import Job
+from qtool.quantize.kv_cache import (
+    Planner,
+    plan_cache,
+    plan_record,
+    publish_plan,
+    require_planner,
+)
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.output_formats import format_warnings, other_folders
 from qtool.quantize.phases import PhaseClock
@@ -84,6 +92,7 @@ def quantize_model(
     parts: Sequence[Part] | None = None,
     sampler: Sampler | None = None,
     evaluator: Evaluator | None = None,
+    planner: Planner | None = None,
     origin: Origin | None = None,
 ) -> Report:
     """Quantize the model folder ``source`` into the new model folder ``out``.
@@ -94,12 +103,14 @@ def quantize_model(
         parts: the sources of ``options.calibration``, if they are read already.
         sampler: samples text from a model, for the source ``self``.
         evaluator: compares the result with the original; without one nothing is compared.
+        planner: answers what is asked of the cache; without one nothing of it is measured.
         origin: what the report and the model card say about where the model comes from.
 
     Raises:
         QtoolError: anything that cannot be done as asked. Options, folders, group sizes and
             calibration data are checked before work that takes long; ``out`` is then untouched.
     """
+    require_planner(options, planner)
     others = other_folders(out, options.formats)
     for folder in (out, *others.values()):
         check_target(folder, source, options.overwrite)
@@ -122,7 +133,7 @@ def quantize_model(
             with CheckpointWriter(out, overwrite=options.overwrite) as writer:
                 origin = origin or _origin(source, options)
                 run = _Run(options, job, texts, work, clock, origin)
-                report = _finish(run, writer, progress, evaluator)
+                report = _finish(run, writer, progress, evaluator, planner)
             for name, folder in others.items():
                 convert_checkpoint(
                     out, folder, name, overwrite=options.overwrite, progress=_told(progress, name)
@@ -151,7 +162,11 @@ class _Run:
 
 
 def _finish(
-    run: _Run, writer: CheckpointWriter, progress: Listener, evaluator: Evaluator | None
+    run: _Run,
+    writer: CheckpointWriter,
+    progress: Listener,
+    evaluator: Evaluator | None,
+    planner: Planner | None,
 ) -> Report:
     """Write the result, read it back, compare it with the original, and publish it."""
     with run.clock.phase("write"):
@@ -162,7 +177,12 @@ def _finish(
         verify_loads(writer.folder)
     with run.clock.phase("evaluate"):
         found = _evaluate(run, writer.folder, evaluator)
-    report = _report(run, head, writer, found)
+    plan = None
+    if run.options.kv_cache is not None:
+        with run.clock.phase("kv cache"):
+            plan = plan_cache(run.job, run.texts, run.options, writer.folder, planner)
+    publish_plan(writer, plan)
+    report = _report(run, head, writer, found, plan)
     probe = None if found is None else found.probe
     missing = publish(writer, report, probe, run.clock.phases)
     if missing is not None:
@@ -224,7 +244,11 @@ def _evaluate(run: _Run, folder: Path, evaluator: Evaluator | None) -> Evaluated
 
 
 def _report(
-    run: _Run, head: list[ModuleRecord], writer: CheckpointWriter, found: Evaluated | None
+    run: _Run,
+    head: list[ModuleRecord],
+    writer: CheckpointWriter,
+    found: Evaluated | None,
+    plan: KVPlan | None,
 ) -> Report:
     job, blocks, held_out = run.job, run.work.blocks, run.texts.held_out
     records = [ModuleRecord(**values) for b in blocks for values in b.facts["records"]] + head
@@ -255,4 +279,5 @@ def _report(
         activation_peaks=peaks,
         format=job.format.NAME,
         evaluation=evaluation,
+        kv_cache=plan_record(plan),
     )

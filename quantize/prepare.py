@@ -19,6 +19,7 @@ from qtool.calibration.families import find_family
 from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
 from qtool.errors import UsageError
 from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.kv_plan import FP8
 from qtool.quantize.job import Job
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
@@ -81,7 +82,15 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
     family = find_family(reader.config)
     schemes = plan_schemes(reader, reader.config, family, options.schemes)
     dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
-    job = Job(reader, family, schemes, dtype, options.torch_device, ids=None)
+    job = Job(
+        reader,
+        family,
+        schemes,
+        dtype,
+        options.torch_device,
+        ids=None,
+        kv_scales=options.kv_cache == FP8,
+    )
     return with_format(job, options.formats)
 
 

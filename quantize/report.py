@@ -120,6 +120,8 @@ class Report:
         activation_peaks: largest \\|input\\| of each linear of the original on the held-out text.
         format: how the weights are written.
         evaluation: what quantization cost, or ``None`` where it was not measured.
+        kv_cache: the plan of the cache (:class:`~qtool.formats.kv_plan.KVPlan`), and what it costs
+            beside the weights; ``None`` where none was asked for.
     """
 
     method: str
@@ -136,6 +138,7 @@ class Report:
     activation_peaks: Mapping[str, float] = field(default_factory=dict)
     format: str = DEFAULT_FORMAT
     evaluation: Evaluation | None = None
+    kv_cache: Mapping[str, Any] | None = None
 
     @property
     def bits_per_weight(self) -> float:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from qtool.errors import UsageError
 from qtool.runtime.evaluate import CHUNK
+from qtool.runtime.kv_schemes import LayerSchemes
 from qtool.runtime.loaded_model import LoadedModel, choose_cache
 from qtool.runtime.model import Decoder
 from qtool.runtime.window_run import WindowRun
@@ -81,36 +82,37 @@ class CacheQuality:
 
 def compare_caches(
     model: LoadedModel,
-    names: Sequence[str],
+    forms: Sequence[str | LayerSchemes],
     windows: Tensor,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CacheQuality]:
     """Score ``windows``, int64 [n, window_len], under each form of the cache.
 
     Args:
-        names: rows of :data:`~qtool.runtime.kv_schemes.SCHEMES`; the others are compared with the
-            first.
+        forms: what ``kv_cache_dtype`` takes, or a scheme for each layer; the others are compared
+            with the first.
 
     Raises:
         UsageError: there is nothing to predict, or no form of a name.
     """
     if windows.numel() == 0 or windows.shape[1] < 2:
         raise UsageError(f"windows of shape {tuple(windows.shape)}: there is nothing to predict")
-    chosen = [choose_cache(name, model.kv_scales, model.decoder) for name in names]
-    plain = _layer_by_layer(model.decoder)
+    chosen = [choose_cache(form, model.kv_scales, model.decoder, model.kv_plan) for form in forms]
+    plain = layer_by_layer(model.decoder)
     decoders = [replace(plain, kv=form) for form, _ in chosen]
     sums = torch.zeros(len(decoders), 3, windows.shape[1] - 1, dtype=torch.float64)
     for index, window in enumerate(windows):
         _add_window(decoders, window, sums)
         progress(index + 1, len(windows))
     means = sums / len(windows)
+    names = [form if isinstance(form, str) else form.name for form in forms]
     return [
         _quality(name, decoder, rows, notes)
         for name, decoder, rows, (_, notes) in zip(names, decoders, means, chosen, strict=True)
     ]
 
 
-def _layer_by_layer(decoder: Decoder) -> Decoder:
+def layer_by_layer(decoder: Decoder) -> Decoder:
     """The same weights without the native step, which reads two of the forms only."""
     return Decoder(**{field.name: getattr(decoder, field.name) for field in fields(Decoder)})
 

@@ -9,6 +9,7 @@ writing in the compute dtype until it is full (``docs/kv-cache.md``).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,7 +114,7 @@ _INT8_HEAD, _FP8_HEAD = Stored(8, "int", "head"), Stored(8, "float", "head")
 _FP8_STATIC, _INT4_GROUP = Stored(8, "float", "checkpoint"), Stored(4, "int", "group")
 _INT4_CHANNEL = Stored(4, "int", "channel")
 
-WIDE = KVScheme("auto", None, None, "")
+WIDE = KVScheme("wide", None, None, "the compute dtype")
 FP8 = KVScheme("fp8", _FP8_HEAD, _FP8_HEAD, "e4m3, a scale a token and head")
 # Not asked for by name: what fp8 is where the checkpoint brings scales for every layer.
 FP8_STATIC = KVScheme("fp8 static", _FP8_STATIC, _FP8_STATIC, "e4m3, scales of the checkpoint")
@@ -132,6 +133,11 @@ INT4 = KVScheme(
 )
 
 SCHEMES = {scheme.name: scheme for scheme in (WIDE, FP8, INT8, K8V4, INT4)}
+
+# Asked for: the checkpoint's own plan, or the compute dtype where it has none.
+FOLLOW = "auto"
+# What kv_cache_dtype takes.
+KV_CACHE_DTYPES = (FOLLOW, *SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +163,16 @@ class LayerSchemes:
     def uniform(cls, scheme: KVScheme, num_layers: int) -> LayerSchemes:
         """The same scheme in all layers."""
         return cls(scheme.name, (scheme,) * num_layers)
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> LayerSchemes:
+        """The schemes of a plan by their names, one a layer.
+
+        Raises:
+            UsageError: there is none of a name.
+        """
+        schemes = tuple(map(kv_scheme, names))
+        return cls(names[0] if len(set(names)) == 1 else "plan", schemes)
 
     @property
     def is_wide(self) -> bool:

@@ -55,6 +55,7 @@ def make_plan(
         vocab_size=decoder.config.vocab_size,
         notes=(*model.notes, *shortage),
         kv_cache_dtype=decoder.kv_cache_dtype,
+        kv_cache_reason=model.kv_reason,
         parts=(*_linears(model), *_operations(model)),
         batch_invariance=invariance_cost(decoder) if options.loading.batch_invariant else "",
         prefix_caching=options.enable_prefix_caching,

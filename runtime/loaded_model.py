@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qtool.errors import EngineError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.kv_plan import DECLARED, KVPlan, declared_plan
 from qtool.formats.kv_scales import KvScales
 from qtool.formats.probe import read_probe
 from qtool.formats.registry import quantization_block
@@ -19,7 +20,7 @@ from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import CacheForm
-from qtool.runtime.kv_schemes import FP8, FP8_STATIC, INT8, LayerSchemes, kv_scheme
+from qtool.runtime.kv_schemes import FOLLOW, FP8, FP8_STATIC, INT8, WIDE, LayerSchemes, kv_scheme
 from qtool.runtime.loader import load_decoder
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import NativeDecoder, compile_decoder, why_not_native
@@ -39,8 +40,10 @@ class LoadedModel:
         reason: why this back end.
         schemes: scheme of every quantized linear by name; empty for a plain model.
         max_model_len: longest sequence it was loaded for.
-        notes: what was not as asked or expected, one sentence each.
+        notes: what was not as asked or expected, and what a user should know, one sentence each.
         kv_scales: the checkpoint's FP8 scales for the cache, by name of the attention.
+        kv_plan: what the checkpoint says of its cache, if anything.
+        kv_reason: why keys and values are stored as they are.
     """
 
     folder: Path
@@ -50,6 +53,8 @@ class LoadedModel:
     max_model_len: int
     notes: tuple[str, ...]
     kv_scales: Mapping[str, KvScales] = field(default_factory=dict)
+    kv_plan: KVPlan | None = None
+    kv_reason: str = ""
 
     @property
     def quantization(self) -> str:
@@ -66,11 +71,13 @@ def load_model(
     Raises:
         UsageError: a device that is not there, or a length the model cannot have.
         ModelError, CheckpointError: see :func:`qtool.runtime.loader.load_decoder`.
-        CheckpointError: the model does not answer as its probe says.
+        CheckpointError: the model does not answer as its probe says; a plan of the cache is for
+            another model.
         EngineError: under ``strict``, when something is not as asked.
     """
     with CheckpointReader(folder) as reader:
         config = parse_decoder_config(reader.config)
+        plan = declared_plan(folder, reader.config, config.num_layers)
         length = max_model_len or config.max_position
         if length > config.longest:
             raise UsageError(
@@ -95,7 +102,8 @@ def load_model(
             refuse_notes(notes)
         decoder, stored = load_decoder(reader, selection.backend, length)
     plain = decoder
-    form, cache_notes = choose_cache(options.kv_cache_dtype, stored.kv_scales, decoder)
+    asked = options.kv_cache_dtype
+    form, cache_notes = choose_cache(asked, stored.kv_scales, decoder, plan)
     decoder, more = choose_form(decoder, form)
     notes += stored.notes + more + cache_notes
     if options.strict:
@@ -103,21 +111,38 @@ def load_model(
     if options.self_check and (probe := read_probe(folder)) is not None:
         # A coarse cache would hide what the probe looks for: damaged files and wrong products.
         checked = decoder if isinstance(decoder, NativeDecoder) else plain
-        self_check(checked, probe, coarsest_compute(checked, options), length)
+        self_check(checked, probe, coarsest_compute(checked, form), length)
     return LoadedModel(
-        folder, decoder, selection.reason, stored.schemes, length, notes, stored.kv_scales
+        folder,
+        decoder,
+        selection.reason,
+        stored.schemes,
+        length,
+        notes + cache_remarks(asked, plan),
+        stored.kv_scales,
+        plan,
+        cache_reason(asked, plan),
     )
 
 
 def choose_cache(
-    asked: str, scales: Mapping[str, KvScales], decoder: Decoder
+    asked: str | LayerSchemes,
+    scales: Mapping[str, KvScales],
+    decoder: Decoder,
+    plan: KVPlan | None = None,
 ) -> tuple[CacheForm, tuple[str, ...]]:
-    """How keys and values are stored, and what of the checkpoint's own scales is not used."""
-    scheme, layers = kv_scheme(asked), len(decoder.layers)
-    if scheme is not FP8:
+    """How keys and values are stored, and what of the checkpoint's own scales is not used.
+
+    Args:
+        asked: what ``kv_cache_dtype`` takes, or a scheme for each layer.
+        scales, plan: the checkpoint's.
+    """
+    layers = len(decoder.layers)
+    schemes = _schemes(asked, plan, layers)
+    if set(schemes.layers) != {FP8}:
         count, text = len(scales), "the checkpoint has FP8 scales for the cache of"
         unused = f"{text} {count} layers; they are not used without kv_cache_dtype fp8"
-        return CacheForm.uniform(scheme, layers), (unused,) if scales else ()
+        return CacheForm(schemes), (unused,) if scales else ()
     names = [f"model.layers.{index}.self_attn" for index in range(layers)]
     if missing := [name for name in names if name not in scales]:
         found = f"{len(missing)} layers of the checkpoint have no FP8 scales for the cache"
@@ -130,6 +155,40 @@ def choose_cache(
     return CacheForm(LayerSchemes.uniform(FP8_STATIC, layers), static), notes
 
 
+def _schemes(asked: str | LayerSchemes, plan: KVPlan | None, num_layers: int) -> LayerSchemes:
+    if isinstance(asked, LayerSchemes):
+        return asked
+    if asked != FOLLOW:
+        return LayerSchemes.uniform(kv_scheme(asked), num_layers)
+    return LayerSchemes.uniform(WIDE, num_layers) if plan is None else LayerSchemes.of(plan.layers)
+
+
+def cache_reason(asked: str, plan: KVPlan | None) -> str:
+    """Why keys and values are stored as they are."""
+    if asked != FOLLOW:
+        return f"kv_cache_dtype {asked}"
+    return "the checkpoint has no plan" if plan is None else f"the checkpoint's {plan.source}"
+
+
+def cache_remarks(asked: str, plan: KVPlan | None) -> tuple[str, ...]:
+    """What a user should know of a cache that is as asked: nothing that ``strict`` refuses."""
+    if asked == FOLLOW or (plan is not None and set(plan.layers) == {asked}):
+        return ()
+    remarks = []
+    if plan is not None and plan.name != DECLARED:
+        remarks.append(
+            f"the checkpoint's plan for the cache ({plan.describe()}) is not followed, as "
+            f"kv_cache_dtype {asked} was asked for"
+        )
+    # What fp8 lacks is a note of choose_cache.
+    if asked not in (WIDE.name, FP8.name):
+        remarks.append(
+            f"kv_cache_dtype {asked} has not been measured on this model; qtool eval --kv-cache "
+            f"{asked} says what it costs"
+        )
+    return tuple(remarks)
+
+
 def _by_head(scales: KvScales, device: torch.device) -> tuple[Tensor, Tensor]:
     """Keys' and values' scales, float32 [1], or [num_kv_heads, 1]."""
     key, value = (
@@ -139,10 +198,10 @@ def _by_head(scales: KvScales, device: torch.device) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def coarsest_compute(decoder: Decoder, options: ModelOptions) -> str:
+def coarsest_compute(decoder: Decoder, form: CacheForm) -> str:
     """What rounds most on the way through a decoder: its dtype, native products, or the cache."""
     products = decoder.backend.compute if isinstance(decoder.backend, NativeBackend) else ""
-    if "int8" in (products, options.kv_cache_dtype):
+    if "int8" in (products, form.schemes.name):
         return "int8"
     return "bfloat16" if products == "bf16" else str(decoder.dtype).removeprefix("torch.")
 

@@ -90,15 +90,32 @@ class Decoder:
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
         assert isinstance(cache, LayerCache)
-        config, backend = self.config, self.backend
-        # The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
-        x = self.embedding[batch.token_ids].float() * config.embedding_scale
+        x = self.run_layers(self.embed(batch), range(len(self.layers)), batch, cache)
+        return self.logits(x, batch)
+
+    @torch.inference_mode()
+    def embed(self, batch: Batch) -> Tensor:
+        """The first layer's input, float32 [T, hidden].
+
+        The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
+        """
+        return self.embedding[batch.token_ids].float() * self.config.embedding_scale
+
+    @torch.inference_mode()
+    def run_layers(self, x: Tensor, span: range, batch: Batch, cache: LayerCache) -> Tensor:
+        """Some layers one after the other, float32 [T, hidden]; their caches gain the rows."""
         rotary = tuple(table.rows(batch.positions) for table in self.rotary)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, index, batch, cache, config, backend)
+        for index in span:
+            x = self.layers[index](x, rotary, index, batch, cache, self.config, self.backend)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """Float32 logits [R, vocab] of the last layer's output, float32 [T, hidden]."""
+        config = self.config
         if not len(batch.logit_rows):
             return x.new_empty(0, config.vocab_size)
-        rows = backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
+        rows = self.backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
         return soft_cap(self.head(rows), config.final_softcap)
 
     def likeliest(self, batch: Batch, cache: BlockPools) -> tuple[Tensor, Tensor]:

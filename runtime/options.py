@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qtool.errors import UsageError
 from qtool.runtime.admission import POLICIES, Policy
-from qtool.runtime.kv_schemes import kv_scheme
+from qtool.runtime.kv_schemes import FOLLOW, KV_CACHE_DTYPES, SCHEMES
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
@@ -24,7 +24,8 @@ class ModelOptions:
         cpu_compute: what native CPU kernels multiply in: ``int8`` rounds activations to 8 bits, a
             scale a token and group; ``auto`` is int8 for quantized weights in bfloat16, else fp32.
         kv_cache_dtype: how keys and values are stored, a row of
-            :data:`~qtool.runtime.kv_schemes.SCHEMES`; ``auto`` is the compute dtype.
+            :data:`~qtool.runtime.kv_schemes.SCHEMES`; ``auto`` is the checkpoint's own plan, or
+            ``wide`` where it has none.
         batch_invariant: a request gets the same tokens in any company, whatever that costs.
         strict: whatever is not as asked is an error instead of a note.
         self_check: ask a checkpoint's own probe (``qtool/probe.json``) after loading.
@@ -44,11 +45,11 @@ class ModelOptions:
             ("device", DEVICES),
             ("dtype", DTYPES),
             ("cpu_compute", CPU_COMPUTES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
         ):
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}: use one of {', '.join(allowed)}")
-        kv_scheme(self.kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,8 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        kv_scheme(self.loading.kv_cache_dtype).block_size(self.block_size)
+        if self.loading.kv_cache_dtype != FOLLOW:
+            SCHEMES[self.loading.kv_cache_dtype].block_size(self.block_size)
         if self.scheduling_policy not in POLICIES:
             allowed = ", ".join(POLICIES)
             raise UsageError(f"scheduling_policy={self.scheduling_policy!r}: use one of {allowed}")

@@ -58,6 +58,7 @@ class EngineInfo:
         notes: what was not as asked, one sentence each.
         backend_reason: why this back end.
         kv_cache_dtype: how keys and values are stored.
+        kv_cache_reason: what decided it.
         kv_tail_bytes: memory of all pages that running sequences have not filled yet, where the
             form of the cache keeps those aside.
         parts: which kernel runs what, and why.
@@ -79,6 +80,7 @@ class EngineInfo:
     notes: tuple[str, ...]
     backend_reason: str = ""
     kv_cache_dtype: str = ""
+    kv_cache_reason: str = ""
     kv_tail_bytes: int = 0
     parts: tuple[PlannedPart, ...] = ()
     batch_invariance: str = ""

@@ -41,6 +41,7 @@ RUNTIME_LAYERS = [
     {"llm"},
     {"startup", "progress"},
     {"engine_thread"},
+    {"cache_sweep"},
     {"cache_quality"},
     {"engine", "evaluate"},
     {"load_plan"},

@@ -1,4 +1,4 @@
-"""Rules on the model as a whole: layers, embedding, head, cache scales, devices."""
+"""Rules on the model as a whole: layers, embedding, head, scales and plan of the cache, devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from qtool.errors import CheckpointError
+from qtool.formats.kv_plan import KV_PLAN_PATH, read_kv_plan
+from qtool.formats.kv_scales import promises_kv_scales
 from qtool.formats.reader import CONFIG_NAME
 from qtool.formats.tensor_parallel import SIZES, obstacles
 from qtool.formats.validation.configs import QUANTIZATION
@@ -128,7 +131,7 @@ def cache_scheme(facts: Facts) -> Iterator[Finding]:
 def cache_scales(facts: Facts) -> Iterator[Finding]:
     """Scales are promised and there, or neither."""
     found = [name for name in facts.reader.entries if _CACHE_SCALE.search(name)]
-    promised = _promises_cache_scales(facts)
+    promised = promises_kv_scales(facts.block or {})
     count = facts.decoder.get("num_hidden_layers")
     if promised and isinstance(count, int) and len(_layers_of(found)) < count:
         yield Finding(
@@ -164,6 +167,24 @@ def cache_scale_values(facts: Facts) -> Iterator[Finding]:
             value = f"scale {scale.flatten().tolist()[0]}"
         rule = "a cache scale is one positive float, or one for each key-value head"
         yield Finding("error", name, value, rule, "calibrate it again")
+
+
+def cache_plan(facts: Facts) -> Iterator[Finding]:
+    """The plan that our runtime follows is one for this model."""
+    try:
+        plan = read_kv_plan(facts.reader.folder)
+        count = facts.decoder.get("num_hidden_layers")
+        if plan is not None and isinstance(count, int):
+            plan.check_layers(count)
+    except CheckpointError as error:
+        yield Finding(
+            "error",
+            KV_PLAN_PATH,
+            str(error),
+            "the plan of the cache has a scheme for every layer",
+            "write it again with qtool quantize --kv-cache, or delete it",
+            ("qtool",),
+        )
 
 
 def tensor_parallel(facts: Facts) -> Iterator[Finding]:
@@ -213,16 +234,6 @@ def finite_scales(facts: Facts) -> Iterator[Finding]:
             if not (value > 0 and torch.tensor(value).isfinite()):
                 rule = "a scale is positive and finite"
                 yield Finding("error", linear.name, f"{name} {value}", rule, "calibrate again")
-
-
-def _promises_cache_scales(facts: Facts) -> bool:
-    block = facts.block or {}
-    if facts.method == "modelopt":
-        inner = block.get("quantization")
-        values = inner if isinstance(inner, dict) else block
-        return values.get("kv_cache_quant_algo") == "FP8" or bool(block.get("kv_cache_scheme"))
-    scheme = block.get("kv_cache_scheme")
-    return isinstance(scheme, dict) and not scheme.get("dynamic", False)
 
 
 def _layers_of(names: list[str]) -> set[str]:

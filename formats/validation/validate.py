@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     model.cache_scheme,
     model.cache_scales,
     model.cache_scale_values,
+    model.cache_plan,
     model.finite_scales,
     model.block_multiples,
     model.tensor_parallel,

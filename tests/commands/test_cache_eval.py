@@ -21,7 +21,7 @@ def test_the_json_has_every_form_after_the_compute_dtypes(tiny_model_folder: Pat
     assert result.exit_code == 0, result.output
     *notes, facts = map(json.loads, result.stdout.splitlines())
     caches = facts["caches"]
-    assert [row["name"] for row in caches] == ["auto", "int4", "fp8"]
+    assert [row["name"] for row in caches] == ["wide", "int4", "fp8"]
     assert caches[0]["kl"] == 0.0 < caches[1]["kl"] and caches[1]["tail_bytes"] > 0
     assert [part["start"] for part in caches[2]["by_position"]] == [0, 128]
     assert facts["windows"] == 2 and facts["dtype"] == "float32"
@@ -29,7 +29,7 @@ def test_the_json_has_every_form_after_the_compute_dtypes(tiny_model_folder: Pat
 
 
 def test_the_table_names_forms_bytes_and_positions(tiny_model_folder: Path) -> None:
-    result = _eval(tiny_model_folder, "--kv-cache", "auto,int8")
+    result = _eval(tiny_model_folder, "--kv-cache", "wide,int8")
     assert result.exit_code == 0, result.output
     for text in ("bytes", "int8", "9.00", "0-127", "128-148"):
         assert text in result.stdout, text
@@ -38,7 +38,8 @@ def test_the_table_names_forms_bytes_and_positions(tiny_model_folder: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kv-cache", "int3"), "use one of auto, fp8, int8, k8v4, int4"),
+        (("--kv-cache", "int3"), "use one of plan, wide, fp8, int8, k8v4, int4"),
+        (("--kv-cache", "plan,int8"), "--kv-cache plan: the checkpoint declares none"),
         (("--kv-cache", "int8", "--kv-cache-dtype", "int4"), "--kv-cache-dtype has no meaning"),
         (("--kv-cache", "int8", "--reference", "m"), "--reference has no meaning with --kv-cache"),
         (("--kv-cache", "int8", "--limit", "3"), "--limit has no meaning with --kv-cache"),

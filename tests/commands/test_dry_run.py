@@ -20,7 +20,7 @@ from qtool.formats.packaged import PACKAGED
 
 def _dry_run(model: Path, out: Path, *options: str) -> Result:
     words = out.parent / "words.txt"
-    words.write_text("The model reads the text, then the model writes the next word.\n" * 60)
+    words.write_text("The model reads the text, then the model writes the next word.\n" * 200)
     texts = ["--eval-text", str(words), "--calibration", str(words), "--seq-len", "32"]
     arguments = ["--out", str(out), "--samples", "4", "--eval-windows", "2", "--device", "cpu"]
     words_ = ["quantize", str(model), "--dry-run", *texts, *arguments, *options]
@@ -64,6 +64,26 @@ def test_every_module_phase_and_pair_is_in_the_json(
     ]
     assert found["tensor_parallel"]["1"] == []
     assert any("groups of 64" in line for line in found["tensor_parallel"]["2"])
+    assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["fp8"], "fp8 in all layers, a scale of keys and one of values from calibration"),
+        (["auto", "--seq-len", "256"], "at most 0.005 nats per token"),
+    ],
+)
+def test_what_is_asked_of_the_cache_is_named_and_has_a_phase(
+    options: list[str], words: str, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    result = _dry_run(
+        tiny_model_folder, tmp_path / "q", "--json", "--quiet", "--kv-cache", *options
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = _json(result)
+    assert words in found["kv_cache"] and found["phases"][-1]["name"] == "kv cache"
+    assert found["phases"][-1]["seconds"] >= found["phases"][-2]["seconds"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
 
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from qtool.cli import main
+from qtool.formats.kv_plan import KVPlan
 from support.drafts import GROUP, HIDDEN, LAYERS, LAYOUTS, LINEARS, VOCAB, make_draft
 
 WEIGHTS = LAYERS * sum(n * k for n, k in LINEARS.values())
@@ -114,14 +115,21 @@ def test_reports_beside_the_weights_are_shown(tmp_path: Path) -> None:
     }
     (folder / "qtool").mkdir()
     (folder / "qtool" / "report.json").write_text(json.dumps(report))
-    (folder / "qtool" / "kv_plan.json").write_text('{"keys": "int8", "values": "int4"}')
+    plan = KVPlan("auto", ("int8", "int4"), 6.4, 410, measured={"kl": 0.004, "text": "valid.txt"})
+    (folder / "qtool" / "kv_plan.json").write_text(json.dumps(plan.to_dict()))
     facts = _facts(folder)
     assert facts["quality"] == report["evaluation"]
     assert facts["manifest"]["base_model"] == "org/model" and "modules" not in facts["manifest"]
-    assert facts["kv_plan"] == {"keys": "int8", "values": "int4"}
+    assert facts["kv_plan"] == plan.to_dict()
     assert facts["kv_cache_scheme"]["num_bits"] == 8
     text = _inspect(folder).stdout
-    for words in ("org/model", "77 tokens of valid.txt", "perplexity 12.5", "keys int8", "float"):
+    for words in (
+        "org/model",
+        "77 tokens of valid.txt",
+        "perplexity 12.5",
+        "1 int8, 1 int4",
+        "float",
+    ):
         assert words in text
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from qtool.errors import UsageError
 from qtool.quantize.options import QuantizeOptions
@@ -186,6 +187,21 @@ def test_only_the_blocks_that_are_missing_are_done(
     steps: list[Progress] = []
     quantize_model(source, tmp_path / "q", _options(), steps.append)
     assert [step.done for step in steps if step.phase == "quantize"] == [3, 4]
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_scales_of_the_cache_are_those_of_a_run_that_was_not_stopped(
+    method: str, model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, settings = model_factory(layers=4), {"kv_cache": "fp8", "method": method}
+    quantize_model(source, tmp_path / "whole", _options(**settings))
+    _stopped(source, tmp_path / "q", 2, **settings)
+    with pytest.raises(UsageError, match="--kv-cache: fp8 there, not given now"):
+        quantize_model(source, tmp_path / "q", _options(method=method))
+    quantize_model(source, tmp_path / "q", _options(**settings))
+    assert _bytes(tmp_path / "q") == _bytes(tmp_path / "whole")
+    names = load_file(tmp_path / "q" / "model.safetensors")
+    assert sum(name.endswith(("k_scale", "v_scale")) for name in names) == 8
 
 
 def test_what_was_changed_is_named_and_refused(

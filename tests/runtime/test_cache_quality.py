@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qtool.errors import UsageError
 from qtool.runtime.cache_quality import compare_caches
 from qtool.runtime.evaluate import evaluate
+from qtool.runtime.kv_schemes import KVScheme, LayerSchemes, Stored
 from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.options import ModelOptions
 
@@ -64,3 +67,35 @@ def test_a_window_of_one_token_and_an_unknown_form_are_refused(tiny_model_folder
         compare_caches(model, NAMES, _windows(1))
     with pytest.raises(UsageError, match="'int2'"):
         compare_caches(model, ["int2"], _windows(20))
+
+
+def test_large_key_biases_hold_where_scales_are_by_channel(
+    model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Qwen2's keys have channels whose bias is far larger than what tokens add to it."""
+    folder = _with_key_biases(model_factory(model_type="qwen2", max_positions=512), 30.0)
+    model = _load(folder)
+    windows = torch.randint(384, (2, 400), generator=torch.Generator().manual_seed(3))
+    count = len(model.decoder.layers)
+    forms = ["wide", "int4", "k8v4", LayerSchemes("per token", (_per_token_int4(),) * count)]
+    _, by_channel, k8v4, by_token = compare_caches(model, forms, windows)
+    assert by_channel.kl < 0.01 and k8v4.kl < 0.01
+    assert by_token.kl > 10 * max(by_channel.kl, k8v4.kl)
+
+
+def _per_token_int4() -> KVScheme:
+    """What others store: keys in 4 bits, a scale a token and group."""
+    group = Stored(4, "int", "group")
+    return KVScheme("per token", group, group, "keys and values in groups of 64")
+
+
+def _with_key_biases(folder: Path, size: float) -> Path:
+    """Every head's keys with two channels, a rotary pair apart, of that size."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.bias"):
+            heads = tensor.view(2, -1)
+            heads[:, heads.shape[1] // 2 - 1] = size
+            heads[:, -1] = -size
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

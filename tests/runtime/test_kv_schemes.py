@@ -17,7 +17,7 @@ def _bits(name: str, head_dim: int) -> float:
 @pytest.mark.parametrize(
     ("name", "head_dim", "bits"),
     [
-        ("auto", 64, 16),
+        ("wide", 64, 16),
         ("int8", 64, 8.25),
         ("int8", 128, 8.125),
         ("fp8", 64, 8.25),
@@ -37,13 +37,13 @@ def test_an_element_costs_its_bits_and_its_share_of_the_scales(
 def test_heads_and_tokens_multiply_the_bytes() -> None:
     int8 = SCHEMES["int8"]
     assert int8.page_bytes(16, 3, 64, 2) == 3 * 16 * 2 * (64 + 2)
-    assert SCHEMES["auto"].page_bytes(16, 3, 64, 4) == 3 * 16 * 2 * 64 * 4
+    assert SCHEMES["wide"].page_bytes(16, 3, 64, 4) == 3 * 16 * 2 * 64 * 4
 
 
 def test_only_keys_by_channel_need_a_page_and_tails() -> None:
     assert [name for name, scheme in SCHEMES.items() if scheme.has_tails] == ["int4"]
     assert {name: scheme.block_size(None) for name, scheme in SCHEMES.items()} == {
-        "auto": 16,
+        "wide": 16,
         "fp8": 16,
         "int8": 16,
         "k8v4": 16,
@@ -59,5 +59,5 @@ def test_a_block_size_that_the_scheme_cannot_have_is_refused() -> None:
 
 
 def test_an_unknown_scheme_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match="'int3': use one of auto, fp8, int8, k8v4, int4"):
+    with pytest.raises(UsageError, match="'int3': use one of wide, fp8, int8, k8v4, int4"):
         kv_scheme("int3")

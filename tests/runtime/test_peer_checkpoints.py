@@ -104,5 +104,9 @@ def test_scales_of_the_cache_reach_whoever_loads_the_model() -> None:
     loaded = _load("fp8-static-kv", backend="reference")
     assert list(loaded.kv_scales) == [f"model.layers.{index}.self_attn" for index in (0, 1)]
     assert all(scales.key.shape == (1,) for scales in loaded.kv_scales.values())
-    assert any("FP8 scales for the cache of 2 layers" in note for note in loaded.notes)
+    assert loaded.decoder.kv_cache_dtype == "fp8 static (e4m3, scales of the checkpoint)"
+    assert loaded.kv_reason == "the checkpoint's kv_cache_scheme"
+    told_otherwise = _load("fp8-static-kv", backend="reference", kv_cache_dtype="wide")
+    assert told_otherwise.decoder.kv.schemes.is_wide
+    assert any("FP8 scales for the cache of 2 layers" in note for note in told_otherwise.notes)
     assert loaded.quantization == "FP8 tensor, static"

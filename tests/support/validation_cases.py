@@ -101,6 +101,12 @@ def _cache_scheme(draft: Draft, **changes: object) -> None:
     draft.block["kv_cache_scheme"] = scheme | changes
 
 
+def _cache_plan(folder: Path, layers: int, scheme: str = "int8") -> None:
+    (folder / "qtool").mkdir()
+    plan = {"version": 1, "name": scheme, "layers": [scheme] * layers}
+    put(folder, "qtool/kv_plan.json", json.dumps(plan))
+
+
 def _both(*edits: Callable[[Draft], object]) -> Callable[[Draft], object]:
     def apply(draft: Draft) -> None:
         for edit in edits:
@@ -308,6 +314,8 @@ CASES = (
     Case("cache-scales", edit=_both(lambda d: _cache(d, layers=(0,)), _cache_scheme)),
     Case("cache-scales", level="warning", edit=_cache),
     Case("cache-scale-values", edit=_both(lambda d: _cache(d, value=-1.0), _cache_scheme)),
+    Case("cache-plan", targets=("qtool",), spoil=lambda folder: _cache_plan(folder, 3)),
+    Case("cache-plan", targets=("qtool",), spoil=lambda folder: _cache_plan(folder, 2, "int3")),
     Case(
         "finite-scales",
         "float-quantized",

@@ -1,0 +1,85 @@
+"""The largest keys and values that a block hands to the cache: what static scales come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from qtool.calibration.decoder_block import BATCH_TOKENS, DecoderBlock
+from qtool.errors import CalibrationError
+
+# Transformers' argument for the cache, in this version and in older ones.
+_ARGUMENTS = ("cache", "past_key_values")
+
+
+@dataclass(frozen=True, slots=True)
+class CachePeaks:
+    """Largest \\|key\\|, after rotation, and \\|value\\| of a block's attention on all tokens.
+
+    Raises:
+        CalibrationError: one is not finite.
+    """
+
+    prefix: str
+    key: float
+    value: float
+
+    def __post_init__(self) -> None:
+        for name in ("key", "value"):
+            peak = getattr(self, name)
+            if not torch.tensor(peak).isfinite():
+                raise CalibrationError(
+                    f"a {name} of {self.prefix} is {peak} on calibration text; the model overflows "
+                    "on this text, or its weights are damaged"
+                )
+
+
+class _Stored(Exception):
+    """Ends a pass: keys and values have been seen, and nobody looks at the rest."""
+
+
+class _Watcher:
+    """Stands in for the cache, and remembers what it is given."""
+
+    def __init__(self) -> None:
+        self.peaks = torch.zeros(2)
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> NoReturn:
+        """Take keys and values [batch, num_kv_heads, seq_len, head_dim]."""
+        found = torch.stack([part.abs().amax().float().cpu() for part in (keys, values)])
+        # maximum, and not a comparison: it hands NaN on.
+        self.peaks = torch.maximum(self.peaks, found)
+        raise _Stored
+
+
+def cache_peaks(block: DecoderBlock) -> CachePeaks:
+    """Run the block, with its present weights, as far as its cache, on all samples.
+
+    Raises:
+        CalibrationError: a key or a value is not finite.
+    """
+    watcher = _Watcher()
+    (argument,) = (name for name in _ARGUMENTS if name in block.arguments)
+    arguments = {**block.arguments, argument: watcher}
+    with _own_forwards(block.module):
+        for batch in block.inputs.split(max(1, BATCH_TOKENS // block.inputs.shape[1])):
+            with suppress(_Stored):
+                block.module(batch.to(block.device), **arguments)
+    key, value = watcher.peaks.tolist()
+    return CachePeaks(block.prefix, key, value)
+
+
+@contextmanager
+def _own_forwards(module: nn.Module) -> Iterator[None]:
+    """Let submodules compute by themselves, also where something stands in for them."""
+    stand_ins = {m: vars(m).pop("forward") for m in module.modules() if "forward" in vars(m)}
+    try:
+        yield
+    finally:
+        for submodule, forward in stand_ins.items():
+            submodule.forward = forward

@@ -1,0 +1,131 @@
+"""The cache's part of a result: what a planner is asked, and where its answer goes.
+
+What a cache costs only the runtime can say, which this half does not know: a planner is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtool.errors import UsageError
+from qtool.formats.checkpoint import CheckpointWriter
+from qtool.formats.kv_plan import AUTO, FP8, KV_PLAN_PATH, KVPlan
+from qtool.quantize.cache_search import MAX_TRIES
+from qtool.quantize.job import Job
+from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.prepare import HeldOut, Texts
+
+# Calibration tokens on which auto looks at every layer. A sweep runs them half as often as there
+# are layers times schemes: with 32 layers and 3 schemes that is as long as 96 samples of 512 tokens
+# take to run through the model once, and less than any method takes with the usual 128.
+SWEEP_TOKENS = 1024
+
+
+# What auto gives a layer, beside the compute dtype.
+SWEPT = ("int4", "k8v4", "int8")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheTask:
+    """What a planner is told.
+
+    Attributes:
+        folder: the checkpoint, written but not in place.
+        asked: one of :data:`~qtool.formats.kv_plan.CHOICES`.
+        budget: of ``auto``: KL divergence in nats per token.
+        device: where to compute.
+        samples: of ``auto``: calibration windows, int64 [n, seq_len].
+        samples_text: where they come from.
+        held_out: text to measure the answer on, or ``None``.
+    """
+
+    folder: Path
+    asked: str
+    budget: float
+    device: torch.device
+    samples: Tensor | None
+    samples_text: str
+    held_out: HeldOut | None
+
+
+# Answers with the plan, its bits and what it costs.
+Planner = Callable[[CacheTask], KVPlan]
+
+
+def require_planner(options: QuantizeOptions, planner: Planner | None) -> None:
+    """Raise UsageError where nobody can answer what is asked."""
+    if options.kv_cache == AUTO and planner is None:
+        raise UsageError(
+            "kv_cache='auto': needs a planner, which runs the result; qtool quantize has one"
+        )
+
+
+def plan_cache(
+    job: Job, texts: Texts, options: QuantizeOptions, folder: Path, planner: Planner | None
+) -> KVPlan | None:
+    """The plan of a written checkpoint; ``None`` where nothing is asked."""
+    if options.kv_cache is None:
+        return None
+    if planner is None:
+        layers = len(job.family.block_prefixes(job.reader.config))
+        return KVPlan.uniform(options.kv_cache, layers)
+    names = [] if texts.manifest is None else [s["source"] for s in texts.manifest["sources"]]
+    task = CacheTask(
+        folder=folder,
+        asked=options.kv_cache,
+        budget=options.cache_budget,
+        device=job.device,
+        samples=sweep_samples(texts.ids) if options.kv_cache == AUTO else None,
+        samples_text=", ".join(map(str, names)),
+        held_out=texts.held_out,
+    )
+    return planner(task)
+
+
+def describe_request(options: QuantizeOptions) -> str:
+    """For people, before anything is done; empty where nothing is asked."""
+    if options.kv_cache is None:
+        return ""
+    if options.kv_cache == AUTO:
+        return (
+            f"auto: {', '.join(SWEPT)} or the compute dtype for each layer, the fewest bytes that "
+            f"cost at most {options.cache_budget:g} nats per token"
+        )
+    scales = (
+        ", a scale of keys and one of values from calibration" if options.kv_cache == FP8 else ""
+    )
+    return f"{options.kv_cache} in all layers{scales}"
+
+
+def num_window_runs(options: QuantizeOptions, num_layers: int, num_held_out: int) -> int:
+    """How often a planner runs a window through the result: wide and planned on the held-out ones,
+    and for auto the sweep, whose runs begin at half the depth on average, and the search."""
+    runs = 2 * num_held_out
+    if options.kv_cache == AUTO:
+        samples = min(options.samples, max(1, SWEEP_TOKENS // options.seq_len))
+        runs += samples * (num_layers * len(SWEPT) // 2 + 2 * MAX_TRIES)
+    return runs
+
+
+def sweep_samples(ids: Tensor | None) -> Tensor:
+    """Some of the samples, int64 [n, seq_len], evenly spread: they are in order of their ids."""
+    assert ids is not None
+    count = min(len(ids), max(1, SWEEP_TOKENS // ids.shape[1]))
+    return ids[[index * len(ids) // count for index in range(count)]]
+
+
+def publish_plan(writer: CheckpointWriter, plan: KVPlan | None) -> None:
+    """Write the plan's file; FP8 scales lie with the weights, and the config says so."""
+    if plan is not None and plan.name != FP8:
+        writer.add_json(KV_PLAN_PATH, plan.to_dict())
+
+
+def plan_record(plan: KVPlan | None) -> Mapping[str, Any] | None:
+    """What ``qtool/report.json`` says of it."""
+    return None if plan is None else {k: v for k, v in plan.to_dict().items() if k != "version"}
