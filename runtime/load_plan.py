@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 
+from qtool.runtime.eviction import EvictionRule
 from qtool.runtime.kernels.backend import Backend, LinearOp
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.loaded_model import LoadedModel, refuse_notes
@@ -28,6 +29,7 @@ def make_plan(
     block_size: int,
     num_blocks: int,
     num_tails: int = 0,
+    eviction: EvictionRule | None = None,
 ) -> EngineInfo:
     """The load plan of an engine.
 
@@ -35,7 +37,7 @@ def make_plan(
         EngineError: under ``strict``, when something is not as asked.
     """
     decoder = model.decoder
-    shortage = _shortage(model, num_blocks * block_size)
+    shortage = () if eviction else _shortage(model, num_blocks * block_size)
     if options.loading.strict:
         refuse_notes(shortage)
     return EngineInfo(
@@ -55,9 +57,11 @@ def make_plan(
         vocab_size=decoder.config.vocab_size,
         notes=(*model.notes, *shortage),
         kv_cache_dtype=decoder.kv_cache_dtype,
+        kv_eviction="" if eviction is None else eviction.describe(),
+        kv_budget=0 if eviction is None else eviction.max_tokens,
         parts=(*_linears(model), *_operations(model)),
         batch_invariance=invariance_cost(decoder) if options.loading.batch_invariant else "",
-        prefix_caching=options.enable_prefix_caching,
+        prefix_caching=options.enable_prefix_caching and eviction is None,
         scheduling_policy=options.scheduling_policy,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
