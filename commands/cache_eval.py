@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich.table import Table
 
 from qtool.calibration.data import evaluation_windows, held_out_documents, load_tokenizer
 from qtool.commands import console
+from qtool.commands.needle_eval import (
+    NeedleOptions,
+    find_needles,
+    make_texts,
+    needle_table,
+    to_json,
+)
 from qtool.errors import UsageError
 from qtool.formats.model_source import resolve_model
+from qtool.runtime.cache_cases import cache_cases
 from qtool.runtime.cache_quality import CacheQuality, compare_caches
 from qtool.runtime.kv_schemes import WIDE, kv_scheme
 from qtool.runtime.loaded_model import load_model
@@ -34,8 +44,11 @@ def run(
     count: int,
     loading: ModelOptions,
     show: console.Show = console.TEXT,
+    needles: NeedleOptions | None = None,
 ) -> list[CacheQuality]:
     """Score ``count`` windows of ``seq_len`` tokens under each form, and show the table.
+
+    With eviction each form has a second row, in which sequences keep no more than the budget.
 
     Raises:
         UsageError: the options ask for one form as well.
@@ -49,14 +62,23 @@ def run(
     tokenizer = load_tokenizer(folder)
     source = held_out_documents(text).render(tokenizer)
     windows = evaluation_windows(source, tokenizer, seq_len, count)
+    hays = make_texts(needles or NeedleOptions(), source, tokenizer)
+    longest, budget = max([seq_len, *hays]), loading.kv_budget
     with show.status(f"loading {model}"):
-        loaded = load_model(folder, loading, seq_len)
+        plain = replace(loading, kv_eviction="off", kv_budget=None)
+        loaded = load_model(folder, plain, longest)
+    cases = cache_cases(loaded, names, budget, longest)
     for note in loaded.notes:
         show.note(note)
     with show.steps() as steps:
         results = compare_caches(
-            loaded, names, windows, lambda done, total: steps.update("evaluate", done, total)
+            loaded,
+            names,
+            windows,
+            lambda done, total: steps.update("evaluate", done, total),
+            budget,
         )
+    found = find_needles(cases, hays, show) if hays else {}
     for result in results:
         for note in result.notes:
             show.note(f"{result.name}: {note}")
@@ -70,9 +92,11 @@ def run(
         "quantization": loaded.quantization,
     }
     if show.as_json:
-        console.emit("result", facts | {"caches": [result.to_dict() for result in results]})
+        rows = [result.to_dict() | {"needles": to_json(found, result.name)} for result in results]
+        console.emit("result", facts | {"caches": rows})
         return results
-    for table in (_cost_table(results), _position_table(results)):
+    tables = [_cost_table(results), _position_table(results)]
+    for table in tables + [needle_table(found)] * bool(found):
         console.out.print(table)
     console.out.print(
         f"{facts['text']}: {len(windows)} windows of {seq_len} tokens, {facts['dtype']}; "

@@ -18,6 +18,7 @@ import click
 
 from qtool.errors import QtoolError
 from qtool.formats.validation.finding import TARGETS
+from qtool.runtime.eviction import KV_EVICTIONS
 from qtool.runtime.kv_schemes import SCHEMES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -152,6 +153,16 @@ def loading_options(dtype: str = "auto") -> Decorator:
             help="Keys and values; auto is the compute dtype. docs/kv-cache.md tells them apart.",
         ),
         click.option(
+            "--kv-eviction",
+            type=click.Choice(KV_EVICTIONS),
+            default="off",
+            show_default=True,
+            help="heavy-hitter: long sequences give up the blocks that get the least attention.",
+        ),
+        click.option(
+            "--kv-budget", type=int, metavar="TOKENS", help="That a sequence keeps; with eviction."
+        ),
+        click.option(
             "--batch-invariant",
             is_flag=True,
             help="The same tokens for a request in any company; the load plan says what it costs.",
@@ -173,6 +184,8 @@ def take_loading(values: dict[str, Any]) -> dict[str, Any]:
         "backend",
         "cpu_compute",
         "kv_cache_dtype",
+        "kv_eviction",
+        "kv_budget",
         "batch_invariant",
         "strict",
         "self_check",
