@@ -30,7 +30,7 @@ from qtool.runtime.sequence import Sequence as Tokens
 KV_EVICTIONS = ("off", "heavy-hitter")
 
 # Attention that blocks have been given, in any unit; a number for each.
-Weigh = Callable[[Sequence[int]], Sequence[int]]
+Weigh = Callable[[Sequence[int]], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class EvictionRule:
         """
         return max((self.budget - 1 - self.recent) // 4, 1)
 
-    def choose(self, weights: Sequence[int]) -> list[int]:
+    def choose(self, weights: Sequence[float]) -> list[int]:
         """Places in a full table to give up, in order; of equal weights the earliest."""
         candidates = range(1, self.budget - self.recent)
         return sorted(sorted(candidates, key=lambda place: weights[place])[: self.num_dropped])

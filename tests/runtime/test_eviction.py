@@ -21,7 +21,9 @@ from qtool.runtime.kernels.backend import AttentionScope
 from qtool.runtime.kernels.reference import ReferenceBackend
 from qtool.runtime.kv_cache import CacheForm, LayerCache
 from qtool.runtime.kv_schemes import INT8, SCHEMES, WIDE
-from qtool.runtime.loaded_model import LoadedModel, load_model
+from qtool.runtime.llm import LLM
+from qtool.runtime.loaded_model import EVICTION_OBSTACLE, LoadedModel, load_model
+from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput
 from qtool.runtime.request import Request
@@ -30,6 +32,7 @@ from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence
 from qtool.runtime.tokenizer import Tokenizer
 from qtool.runtime.window_run import WindowRun
+from support.native import LEVELS
 
 CPU = torch.device("cpu")
 NAN_BYTE = 255
@@ -113,14 +116,14 @@ class TestVotes:
         assert float(found.sum()) == pytest.approx(6)
 
     @pytest.mark.parametrize("name", SCHEMES)
-    def test_totals_are_counted_in_any_chunks_and_company_and_over_what_is_stored(
+    def test_weights_are_means_over_what_is_stored_in_any_chunks_and_company(
         self, name: str
     ) -> None:
         scheme = SCHEMES[name]
         size = scheme.block_size(None)
         generator = torch.Generator().manual_seed(1)
         data = [torch.randn(160, heads, 64, generator=generator) for heads in (4, 2, 2)]
-        totals = []
+        weights = []
         for bounds in ([(0, 160)], [(0, 50), (50, 100), (100, 127), (127, 128), (128, 160)]):
             cache = LayerCache(
                 CacheForm.uniform(scheme, 1), (24, size, 2, 64), 2, torch.float32, CPU
@@ -129,6 +132,7 @@ class TestVotes:
                 pool.view(torch.uint8).fill_(NAN_BYTE)
             votes = cache.count_votes()
             votes.totals.fill_(-(10**9))
+            votes.counts.fill_(77)
             sequences = [Sequence(n, _ids(160), SamplingParams()) for n in "ab"]
             for index, sequence in enumerate(sequences):
                 sequence.block_table = [2 * i + index for i in range(160 // size + 1)]
@@ -140,15 +144,17 @@ class TestVotes:
                 rows = [torch.cat([part[start:end]] * len(company)) for part in data]
                 backend = ReferenceBackend(CPU, torch.float32)
                 cache.attend(0, *rows, batch, AttentionScope(0.125), backend)
-            totals.append(votes.weigh(sequences[0].block_table[: 160 // size]))
+            weights.append(votes.weigh(sequences[0].block_table[: 160 // size]))
             full = torch.tensor(sequences[0].block_table[: 160 // size])
             keys = cache.layers[0].read_keys(full)
-        assert totals[0] == totals[1]
-        expected = torch.zeros(160 // size)
-        for count in range(1, 160 // size + 1):
+        assert weights[0] == weights[1]
+        most = 160 // size
+        expected = torch.zeros(most)
+        for count in range(1, most + 1):
             q = data[0][count * size - 1]
             expected[:count] += block_shares(q, keys[:count], AttentionScope(0.125))
-        found = torch.tensor(totals[0]) / UNITS
+        expected /= torch.arange(most, 0, -1)
+        found = torch.tensor(weights[0]) / UNITS
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -179,7 +185,10 @@ def _evicted_by_hand(folder: Path, ids: list[int], rule: EvictionRule) -> tuple[
             given = torch.stack(found.attentions).sum((0, 1, 2))  # [T, T] over layers and heads
             voters = torch.arange(size - 1, position, size)
             blocks = [held[i : i + size] for i in range(0, len(held), size)]
-            weights = [float(given[voters][:, block].sum()) for block in blocks]
+            weights = [
+                float(given[voters[voters >= block[-1]]][:, block].sum(1).mean())
+                for block in blocks
+            ]
             order = sorted(range(1, rule.budget - rule.recent), key=lambda i: weights[i])
             gone = set(order[: rule.num_dropped])
             held = [p for i, block in enumerate(blocks) if i not in gone for p in block]
@@ -335,6 +344,32 @@ def test_a_cache_smaller_than_the_budget_is_refused(model: LoadedModel) -> None:
     size = model.decoder.kv.schemes.block_size(None)
     with pytest.raises(EngineError, match="lower the budget, or give the cache more memory"):
         _engine(model, BUDGET[size] // size - 1, max_num_seqs=1)
+
+
+@pytest.mark.skipif(not LEVELS, reason="no native code here")
+def test_the_native_step_makes_room_for_it_and_the_plan_says_so(folder: Path) -> None:
+    plain = ModelOptions(device="cpu", batch_invariant=True)
+    evicting = replace(plain, kv_eviction="heavy-hitter", kv_budget=96)
+    assert isinstance(load_model(folder, plain).decoder, NativeDecoder)
+    loaded = load_model(folder, evicting)
+    assert not isinstance(loaded.decoder, NativeDecoder)
+    assert any(EVICTION_OBSTACLE in note for note in loaded.notes)
+    with pytest.raises(EngineError, match="--strict.*heavy-hitter eviction"):
+        load_model(folder, replace(evicting, strict=True))
+    options = EngineOptions(model="t", loading=evicting, kv_cache_memory=10**6)
+    plan = Engine(loaded, Tokenizer.load(folder), options).info
+    (attention,) = (part for part in plan.parts if part.part == "attention")
+    assert "torch" in attention.kernel and "native call" in attention.why
+
+
+def test_llm_and_its_counters_know_it(folder: Path) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
+    with LLM(
+        str(folder), device="cpu", backend="reference", kv_eviction="heavy-hitter", kv_budget=96
+    ) as llm:
+        (result,) = llm.generate([_ids(100)], params, progress=False)
+        assert len(result.outputs[0].token_ids) == 60 and llm.info.kv_budget == 96
+        assert llm.stats().evicted_blocks == 4
 
 
 def test_below_the_budget_nothing_changes(folder: Path) -> None:
