@@ -3,8 +3,8 @@
     python benchmarks/kv_capacity.py [--kv-cache-memory 16G] [--max-num-seqs 64] [SHAPE ...]
 
 A shape is LAYERSxKV_HEADSxHEAD_DIM of keys and values in bfloat16, or one of the names below. The
-cache is sized and laid out as an engine does it, but on torch's meta device, and its buffers are added
-up: a tail page for each sequence that may run at a time is among them.
+cache is sized and laid out as an engine does it, but on torch's meta device, and its buffers are
+added up: a tail page for each sequence that may run at a time is among them.
 tests/benchmarks/test_kv_capacity.py holds it against engines.
 """
 

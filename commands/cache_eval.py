@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from rich.table import Table
 
 from qtool.calibration.data import evaluation_windows, held_out_documents, load_tokenizer
 from qtool.commands import console
 from qtool.commands.needle_eval import (
+    Cells,
     NeedleOptions,
     find_needles,
     make_texts,
@@ -79,9 +81,6 @@ def run(
             budget,
         )
     found = find_needles(cases, hays, show) if hays else {}
-    for result in results:
-        for note in result.notes:
-            show.note(f"{result.name}: {note}")
     facts = {
         "model": model,
         "text": source.name,
@@ -91,19 +90,28 @@ def run(
         "dtype": str(loaded.decoder.dtype).removeprefix("torch."),
         "quantization": loaded.quantization,
     }
+    _show(results, found, facts, show)
+    return results
+
+
+def _show(
+    results: list[CacheQuality], found: Cells, facts: dict[str, Any], show: console.Show
+) -> None:
+    for result in results:
+        for note in result.notes:
+            show.note(f"{result.name}: {note}")
     if show.as_json:
         rows = [result.to_dict() | {"needles": to_json(found, result.name)} for result in results]
         console.emit("result", facts | {"caches": rows})
-        return results
+        return
     tables = [_cost_table(results), _position_table(results)]
     for table in tables + [needle_table(found)] * bool(found):
         console.out.print(table)
     console.out.print(
-        f"{facts['text']}: {len(windows)} windows of {seq_len} tokens, {facts['dtype']}; "
-        "bytes are of a token, KL and agreement are with the first row",
+        f"{facts['text']}: {facts['windows']} windows of {facts['seq_len']} tokens, "
+        f"{facts['dtype']}; bytes are of a token, KL and agreement are with the first row",
         highlight=False,
     )
-    return results
 
 
 def _cost_table(results: list[CacheQuality]) -> Table:

@@ -46,9 +46,7 @@ class NeedleOptions:
         if wrong := [part for part in given if part and not part.isdigit()]:
             raise UsageError(f"--needle-lengths: {wrong[0]!r} is no number of tokens")
         lengths = tuple(int(part) for part in given if part)
-        return cls(
-            lengths=lengths, depths=values["needle_depths"], texts=values["needle_texts"]
-        )
+        return cls(lengths=lengths, depths=values["needle_depths"], texts=values["needle_texts"])
 
 
 def make_texts(

@@ -1,15 +1,16 @@
-"""Which blocks of a long sequence are given up: all but heavy hitters and the latest. No torch here.
+"""Which blocks of a long sequence are given up, and which are heavy hitters. No torch here.
 
 H2O (Zhang et al. 2023, section 4): a few tokens get most of the attention, so a sequence that keeps
 those, and its latest, loses little. Here it is whole blocks. A sequence fills its budget; then, of
 the blocks that are neither its first (attention sinks, Xiao et al. 2024) nor its latest, those that
 have been given the least attention are dropped from all layers. It fills up again, and so on.
 
-So blocks are dropped when a sequence has computed ``budget`` tokens, and then every ``step`` tokens:
-at positions that nothing but the rule decides. A chunk never goes beyond the next of them, whence
-what a query sees, and what it says of other blocks, depends on the tokens of its sequence alone,
-and not on chunks, batches or preemptions. For the same reason nothing is shared with other
-sequences: a block found in the prefix cache would lack the attention it was given.
+So blocks are dropped when a sequence has computed as many tokens as its budget, and then whenever
+it has computed as many as were dropped: at positions that nothing but the rule decides. A chunk
+never goes beyond the next of them, whence what a query sees, and what it gives to other blocks,
+depends on the tokens of its sequence alone, and not on chunks, batches or preemptions. For the same
+reason nothing is shared with other sequences: a block found in the prefix cache would lack the
+attention it was given.
 
 Attention over a table with holes needs no other mask. Keys keep the rotation of the position they
 were written at. The blocks left keep their order, and each query still comes after all keys that

@@ -1,11 +1,11 @@
 """Needles in a haystack: what a cache still finds of a text long behind.
 
 Facts of the same form, "The secret number of Oslo is 48213.", lie at several depths of a text, and
-are asked for at its end, one after another in an order drawn for each text (many keys, one text: Hsieh
-et al. 2024, RULER, section 3). A small model is no reader of instructions but it copies: it is given
-the sentence up to the number, and found is a fact whose every digit is the likeliest token. The
-answers stand behind their questions, so one pass over a text asks for all its facts, and questions
-asked first show those behind them what is wanted.
+are asked for at its end, one after another in an order drawn for each text (many keys, one text:
+Hsieh et al. 2024, RULER, section 3). A small model does not follow instructions, but it copies: it
+is given the sentence up to the number, and found is a fact whose every digit is the likeliest
+token. Answers stand behind their questions, so one pass over a text asks for all its facts, and
+questions asked first show those behind them what is wanted.
 
 A fact cannot be guessed and stands nowhere else, so perplexity would not show that it was lost.
 """
@@ -173,7 +173,10 @@ def _split(encode: Encode, question: str, answer: str) -> tuple[list[int], list[
     A token may not reach over the cut, and the answer keeps the space before it.
     """
     whole, head = encode(question + answer), encode(question)
-    shared = next((i for i, pair in enumerate(zip(whole, head)) if pair[0] != pair[1]), len(head))
+    shared = next(
+        (i for i, pair in enumerate(zip(whole, head, strict=False)) if pair[0] != pair[1]),
+        len(head),
+    )
     return whole[:shared], whole[shared:]
 
 

@@ -30,12 +30,11 @@ def test_tokens_in_the_same_memory_tail_pages_counted(shape: str) -> None:
 
 
 def test_more_sequences_take_tail_pages_from_what_int4_saves() -> None:
-    few, many = (
-        capacity(
-            SCHEMES["int4"], "8b", EngineOptions(model="m", kv_cache_memory=16 * GIB, max_num_seqs=n)
-        )
-        for n in (64, 256)
-    )
+    sizes = [
+        EngineOptions(model="m", kv_cache_memory=16 * GIB, max_num_seqs=count)
+        for count in (64, 256)
+    ]
+    few, many = (capacity(SCHEMES["int4"], "8b", options) for options in sizes)
     assert many.tails == 4 * few.tails and many.tokens < 0.92 * few.tokens
 
 
@@ -43,9 +42,7 @@ def test_more_sequences_take_tail_pages_from_what_int4_saves() -> None:
 def test_it_is_what_an_engine_reports(name: str, model_factory: Callable[..., Path]) -> None:
     folder = model_factory(max_positions=100_000)
     loading = ModelOptions(device="cpu", dtype="bf16", backend="reference", kv_cache_dtype=name)
-    options = EngineOptions(
-        model="m", loading=loading, kv_cache_memory=5 * 10**6, max_num_seqs=8
-    )
+    options = EngineOptions(model="m", loading=loading, kv_cache_memory=5 * 10**6, max_num_seqs=8)
     engine = Engine(load_model(folder, loading), Tokenizer.load(folder), options)
     found = capacity(SCHEMES[name], "2x2x16", options)
     assert engine.info.num_cache_tokens == found.tokens

@@ -25,9 +25,7 @@ def _encode(text: str) -> list[int]:
 
 def _text(tokens: tuple[int, ...]) -> str:
     """Filler is a dot each."""
-    return "".join(
-        "·" if t >= 1000 else chr(t) if t < 256 else f" {chr(t - 256)}" for t in tokens
-    )
+    return "".join("·" if t >= 1000 else chr(t) if t < 256 else f" {chr(t - 256)}" for t in tokens)
 
 
 class Copier:
@@ -63,7 +61,8 @@ def test_a_text_is_as_long_as_its_filler_with_facts_at_even_depths() -> None:
     hay = make_haystack(FILLER, _encode, 5, seed=3)
     text = _text(hay.tokens)
     assert len(hay.tokens) == 2000 and hay.tokens[0] == FILLER[0]
-    facts = re.findall(r"\nThe secret number of (\w+) is (\d{5})\.\n", _text(hay.tokens[: hay.questions]))
+    head = _text(hay.tokens[: hay.questions])
+    facts = re.findall(r"\nThe secret number of (\w+) is (\d{5})\.\n", head)
     assert len(facts) == 5 and len({city for city, _ in facts}) == 5
     filler = [len(part) for part in re.split(r"\nThe secret[^\n]*\n", text)]
     assert filler[0] == 1 and max(filler[1:5]) - min(filler[1:5]) <= 1

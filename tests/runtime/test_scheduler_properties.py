@@ -100,9 +100,7 @@ class TestPlantedBugs:
         monkeypatch.setattr(BlockManager, "room", lambda *_: 10**9)
         assert self._is_caught(evicts=True)
 
-    def test_an_evicted_block_that_is_not_given_back(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_evicted_block_that_is_not_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         evict = Evictor.evict
 
         def keep(evictor: Evictor, sequence: Sequence) -> list[int]:
