@@ -59,7 +59,7 @@ def make_plan(
         kv_cache_dtype=decoder.kv_cache_dtype,
         kv_eviction="" if eviction is None else eviction.describe(),
         kv_budget=0 if eviction is None else eviction.max_tokens,
-        parts=(*_linears(model), *_operations(model)),
+        parts=(*_linears(model), *_operations(model, evicts=eviction is not None)),
         batch_invariance=invariance_cost(decoder) if options.loading.batch_invariant else "",
         prefix_caching=options.enable_prefix_caching and eviction is None,
         scheduling_policy=options.scheduling_policy,
@@ -107,7 +107,7 @@ def _linears(model: LoadedModel) -> Iterator[PlannedPart]:
         yield PlannedPart(part, kernel, len(ops), sum(op.num_bytes for op in ops), why)
 
 
-def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
+def _operations(model: LoadedModel, *, evicts: bool) -> Iterator[PlannedPart]:
     decoder = model.decoder
     backend: Backend = decoder.backend
     why = model.reason
@@ -117,8 +117,9 @@ def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
     attention, reason = backend.attention_kernel, why
     if not isinstance(decoder, NativeDecoder) and not decoder.kv.schemes.is_wide:
         attention += ", over pages decoded layer by layer"
-        reason = (
-            f"no native kernel here reads keys and values of the {decoder.kv.schemes.name} form"
-        )
+        if not evicts:
+            reason = (
+                f"no native kernel here reads keys and values of the {decoder.kv.schemes.name} form"
+            )
     yield PlannedPart("attention", attention, layers, 0, reason)
     yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)

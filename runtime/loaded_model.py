@@ -166,7 +166,9 @@ def choose_form(decoder: Decoder, form: CacheForm) -> tuple[Decoder, tuple[str, 
 
 def evicting_form(decoder: Decoder, form: CacheForm) -> tuple[Decoder, tuple[str, ...]]:
     """Layer by layer, and a note where one native call a step would have been possible."""
-    note = f"the decoder does not run as one native call a step: {EVICTION_OBSTACLE}"
+    # SmolLM2-135M, one request: 74 ms a token, and 21 ms in native calls.
+    cost = "a token of a small model then takes 3 to 4 times as long"
+    note = f"the decoder does not run as one native call a step: {EVICTION_OBSTACLE}; {cost}"
     return replace(decoder, kv=form), () if why_not_native(decoder) else (note,)
 
 

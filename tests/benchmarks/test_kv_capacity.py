@@ -9,7 +9,7 @@ import pytest
 from kv_capacity import SHAPES, capacity
 
 from qtool.runtime.engine import Engine
-from qtool.runtime.kv_schemes import SCHEMES
+from qtool.runtime.kv_schemes import SCHEMES, WIDE
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ GIB = 2**30
 def test_tokens_in_the_same_memory_tail_pages_counted(shape: str) -> None:
     options = EngineOptions(model="m", kv_cache_memory=16 * GIB, max_num_seqs=64)
     rows = {name: capacity(scheme, shape, options) for name, scheme in SCHEMES.items()}
-    ratios = {name: row.tokens / rows["auto"].tokens for name, row in rows.items()}
+    ratios = {name: row.tokens / rows[WIDE.name].tokens for name, row in rows.items()}
     assert ratios["int8"] >= 1.9 and ratios["fp8"] >= 1.9
     assert ratios["int4"] >= 3.3 and ratios["k8v4"] >= 2.5
     for row in rows.values():
