@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -79,6 +81,18 @@ class TestTheRule:
         weights = [0, 5, 3, 3, 9, 3, 9, 9, 9, 0, 0, 0]
         assert rule.choose(weights) == [2, 3]
         assert rule.choose([0] * 12) == [1, 2]
+
+    @given(data=st.data(), budget=st.integers(3, 80))
+    def test_those_that_go_are_the_lightest_of_those_that_may(
+        self, data: st.DataObject, budget: int
+    ) -> None:
+        rule = EvictionRule(16, budget, data.draw(st.integers(0, budget - 2)))
+        weights = data.draw(st.lists(st.integers(0, 9), min_size=budget, max_size=budget))
+        gone = rule.choose(weights)
+        may = set(range(1, budget - rule.recent))
+        assert gone == sorted(set(gone)) and set(gone) <= may and len(gone) == rule.num_dropped
+        left = [weights[place] for place in may - set(gone)]
+        assert not left or max(weights[place] for place in gone) <= min(left)
 
     @pytest.mark.parametrize(
         ("settings", "message"),
