@@ -142,8 +142,19 @@ def convert(
     "--kv-cache",
     metavar="FORM[,FORM]",
     help="Compare forms of the cache on the windows, such as plan,fp8,int8,k8v4,int4, with the "
-    "compute dtype's; plan is what the checkpoint declares. docs/kv-cache.md tells them apart.",
+    "compute dtype's; plan is what the checkpoint declares. docs/kv-cache.md tells them apart. "
+    "With --kv-eviction each of them twice.",
 )
+@click.option(
+    "--needle-lengths",
+    metavar="N[,N]",
+    help="Also hide facts in texts of so many tokens, such as 512,1024, and ask for them; with "
+    "--kv-cache or --kv-eviction.",
+)
+@click.option(
+    "--needle-depths", type=int, default=5, show_default=True, help="Facts in a text, evenly."
+)
+@click.option("--needle-texts", type=int, default=4, show_default=True, help="Of each length.")
 @click.option(
     "--tasks",
     type=click.Choice(["builtin-cloze"]),

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from qtool.calibration.data import evaluation_windows, held_out_documents, load_tokenizer
 from qtool.commands import console
+from qtool.commands.needle_eval import (
+    Cells,
+    NeedleOptions,
+    find_needles,
+    make_texts,
+    needle_table,
+    to_json,
+)
 from qtool.errors import UsageError
 from qtool.formats.checkpoint import CONFIG_NAME, read_json
 from qtool.formats.kv_plan import declared_plan
 from qtool.formats.model_source import resolve_model
-from qtool.runtime.cache_quality import CacheQuality, compare_caches
+from qtool.runtime.cache_cases import cache_cases
+from qtool.runtime.cache_quality import CacheQuality, compare_cases
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kv_schemes import FOLLOW, SCHEMES, WIDE
 from qtool.runtime.loaded_model import load_model
@@ -45,8 +55,11 @@ def run(
     count: int,
     loading: ModelOptions,
     show: console.Show = console.TEXT,
+    needles: NeedleOptions | None = None,
 ) -> list[CacheQuality]:
     """Score ``count`` windows of ``seq_len`` tokens under each form, and show the table.
+
+    With eviction each form has a second row, in which sequences keep no more than the budget.
 
     Raises:
         UsageError: the options ask for one form as well, or the checkpoint has no plan.
@@ -62,19 +75,21 @@ def run(
     tokenizer = load_tokenizer(folder)
     source = held_out_documents(text).render(tokenizer)
     windows = evaluation_windows(source, tokenizer, seq_len, count)
+    hays = make_texts(needles or NeedleOptions(), source, tokenizer)
+    longest, budget = max([seq_len, *hays]), loading.kv_budget
     with show.status(f"loading {model}"):
-        loaded = load_model(folder, loading, seq_len)
+        plain = replace(loading, kv_eviction="off", kv_budget=None)
+        loaded = load_model(folder, plain, longest)
+    forms = [FOLLOW if name == PLAN else name for name in names]
+    cases = cache_cases(loaded, forms, budget, longest)
+    cases = [replace(case, name=case.name.replace(FOLLOW, PLAN)) for case in cases]
     for note in loaded.notes:
         show.note(note)
     with show.steps() as steps:
-        forms = [FOLLOW if name == PLAN else name for name in names]
-        found = compare_caches(
-            loaded, forms, windows, lambda done, total: steps.update("evaluate", done, total)
+        results = compare_cases(
+            cases, windows, lambda done, total: steps.update("evaluate", done, total)
         )
-    results = [replace(result, name=name) for name, result in zip(names, found, strict=True)]
-    for result in results:
-        for note in result.notes:
-            show.note(f"{result.name}: {note}")
+    found = find_needles(cases, hays, show) if hays else {}
     facts = {
         "model": model,
         "text": source.name,
@@ -84,17 +99,28 @@ def run(
         "dtype": str(loaded.decoder.dtype).removeprefix("torch."),
         "quantization": loaded.quantization,
     }
+    _show(results, found, facts, show)
+    return results
+
+
+def _show(
+    results: list[CacheQuality], found: Cells, facts: dict[str, Any], show: console.Show
+) -> None:
+    for result in results:
+        for note in result.notes:
+            show.note(f"{result.name}: {note}")
     if show.as_json:
-        console.emit("result", facts | {"caches": [result.to_dict() for result in results]})
-        return results
-    for table in (_cost_table(results), _position_table(results)):
+        rows = [result.to_dict() | {"needles": to_json(found, result.name)} for result in results]
+        console.emit("result", facts | {"caches": rows})
+        return
+    tables = [_cost_table(results), _position_table(results)]
+    for table in tables + [needle_table(found)] * bool(found):
         console.out.print(table)
     console.out.print(
-        f"{facts['text']}: {len(windows)} windows of {seq_len} tokens, {facts['dtype']}; "
-        "bytes are of a token, KL and agreement are with the first row",
+        f"{facts['text']}: {facts['windows']} windows of {facts['seq_len']} tokens, "
+        f"{facts['dtype']}; bytes are of a token, KL and agreement are with the first row",
         highlight=False,
     )
-    return results
 
 
 def _require_plan(folder: Path) -> None:

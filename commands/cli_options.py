@@ -18,6 +18,7 @@ import click
 
 from qtool.errors import QtoolError
 from qtool.formats.validation.finding import TARGETS
+from qtool.runtime.eviction import KV_EVICTIONS
 from qtool.runtime.kv_schemes import KV_CACHE_DTYPES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -112,6 +113,28 @@ def options(*decorators: Decorator) -> Decorator:
 BACKEND_NAMES = ("auto", "reference", "cpu", "triton")
 
 
+_CACHE_OPTIONS = (
+    click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(KV_CACHE_DTYPES),
+        default="auto",
+        show_default=True,
+        help="Keys and values; auto is the checkpoint's own plan, or wide, the compute dtype, "
+        "where it has none. docs/kv-cache.md tells them apart.",
+    ),
+    click.option(
+        "--kv-eviction",
+        type=click.Choice(KV_EVICTIONS),
+        default="off",
+        show_default=True,
+        help="heavy-hitter: long sequences give up the blocks that get the least attention.",
+    ),
+    click.option(
+        "--kv-budget", type=int, metavar="TOKENS", help="That a sequence keeps; with eviction."
+    ),
+)
+
+
 def loading_options(dtype: str = "auto") -> Decorator:
     """Where and how a model is loaded."""
     return options(
@@ -143,14 +166,7 @@ def loading_options(dtype: str = "auto") -> Decorator:
             show_default=True,
             help="What native CPU kernels multiply in; auto is int8 for quantized weights in bf16.",
         ),
-        click.option(
-            "--kv-cache-dtype",
-            type=click.Choice(KV_CACHE_DTYPES),
-            default="auto",
-            show_default=True,
-            help="Keys and values; auto is the checkpoint's own plan, or wide, the compute dtype, "
-            "where it has none. docs/kv-cache.md tells them apart.",
-        ),
+        *_CACHE_OPTIONS,
         click.option(
             "--batch-invariant",
             is_flag=True,
@@ -173,6 +189,8 @@ def take_loading(values: dict[str, Any]) -> dict[str, Any]:
         "backend",
         "cpu_compute",
         "kv_cache_dtype",
+        "kv_eviction",
+        "kv_budget",
         "batch_invariant",
         "strict",
         "self_check",

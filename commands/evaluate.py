@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtool.calibration.data import evaluation_windows, held_out_documents, load_tokenizer
 from qtool.calibration.documents import Text
-from qtool.commands import cache_eval, console, harness, tasks
+from qtool.commands import cache_eval, console, harness, needle_eval, tasks
 from qtool.errors import CalibrationError, UsageError
 from qtool.formats.model_source import resolve_model
 from qtool.runtime.evaluate import Quality, evaluate
@@ -28,11 +28,12 @@ class EvalOptions:
     windows: int = 16
 
 
+_NEEDLES = ("needle_lengths", "needle_depths", "needle_texts")
 # Options that belong to one kind of evaluation.
 _OWN_OPTIONS = {
     "--harness": ("harness", "include_path", "limit", "batch_size"),
     "--tasks": ("tasks", "tasks_file", "limit", "batch_size"),
-    "--kv-cache": ("kv_cache", "text", "seq_len", "windows"),
+    "--kv-cache": ("kv_cache", "text", "seq_len", "windows", *_NEEDLES),
     "perplexity": ("text", "seq_len", "windows"),
 }
 
@@ -56,7 +57,7 @@ def run_chosen(
         UsageError: one given belongs to another kind.
         QtoolError: see the kinds.
     """
-    kind = _kind(values)
+    kind = _kind(values, loading)
     if others := sorted(set(given) - set(_OWN_OPTIONS[kind])):
         option = f"--{others[0].replace('_', '-')}"
         raise UsageError(f"{option} has no meaning with {kind}; leave one of them out")
@@ -67,9 +68,10 @@ def run_chosen(
     if kind == "--kv-cache":
         if reference is not None:
             raise UsageError("--reference has no meaning with --kv-cache; leave one of them out")
-        names = cache_eval.parse_names(values["kv_cache"])
+        names = cache_eval.parse_names(values["kv_cache"] or "")
         size = values["seq_len"], values["windows"]
-        cache_eval.run(model, names, values["text"], *size, loading, show)
+        needles = needle_eval.NeedleOptions.parse(values)
+        cache_eval.run(model, names, values["text"], *size, loading, show, needles)
         return
     shared = {name: values[name] for name in ("limit", "batch_size")}
     if kind == "--tasks":
@@ -82,12 +84,15 @@ def run_chosen(
         harness.run(model, reference, chosen, loading, show)
 
 
-def _kind(values: Mapping[str, Any]) -> str:
+def _kind(values: Mapping[str, Any], loading: ModelOptions) -> str:
+    """Where blocks are evicted, perplexity is shown beside what it is without."""
     if values["harness"] is not None:
         return "--harness"
     if values["kv_cache"] is not None:
         return "--kv-cache"
-    return "--tasks" if values["tasks"] or values["tasks_file"] else "perplexity"
+    if values["tasks"] or values["tasks_file"]:
+        return "--tasks"
+    return "--kv-cache" if loading.evicts else "perplexity"
 
 
 def run(

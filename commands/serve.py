@@ -57,6 +57,8 @@ def show_plan(info: EngineInfo, where: Console) -> None:
         f"{info.max_num_batched_tokens:,} tokens a step; prefixes are "
         f"{'kept' if info.prefix_caching else 'not kept'} for requests that begin alike",
     ]
+    if info.kv_eviction:
+        lines.append(f"eviction: {info.kv_eviction}")
     if info.batch_invariance:
         lines.append(f"batch-invariant, which costs: {info.batch_invariance}")
     for line in lines:

@@ -113,7 +113,7 @@ class Admission:
     def fits_alone(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether all its tokens and the next one find room, where nothing else runs."""
         shared = len(prefix) - self._blocks.num_idle(prefix)
-        needed = self._blocks.blocks_needed(sequence.num_tokens + 1)
+        needed = self._blocks.most_blocks(sequence.num_tokens + 1)
         return needed - shared <= self._blocks.num_free
 
     def _final_blocks(self, sequence: Sequence) -> int:
@@ -123,7 +123,7 @@ class Admission:
             expected = self._guess * self._caution - len(sequence.output_token_ids)
             more = max(int(expected), self._blocks.block_size)
             end = max(min(sequence.num_tokens + more, sequence.token_limit), end)
-        return self._blocks.blocks_needed(end)
+        return self._blocks.most_blocks(end)
 
 
 def check_can_ever_fit(sequence: Sequence, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -139,7 +139,7 @@ def check_can_ever_fit(sequence: Sequence, config: SchedulerConfig, blocks: Bloc
     if length + 1 > longest:
         rule = f"with one to generate it must fit in max_model_len={longest}"
         raise RequestError(f"{found}: {rule}; shorten it", "prompt")
-    if length + 1 > blocks.num_slots:
+    if length + 1 > blocks.longest:
         needed = f"with one to generate it takes {blocks.blocks_needed(length + 1)} blocks"
         rule = f"{needed} of {blocks.block_size}, the whole cache has {blocks.num_blocks}"
         remedy = "shorten it or give the cache more memory"

@@ -16,8 +16,9 @@ from qtool.runtime.sequence import FORGOTTEN
 class QuerySpan:
     """Rows ``[start, start + length)`` of the batch belong to one sequence.
 
-    ``context_len`` counts the sequence's tokens up to and with the last of these rows; row i
-    of the span stands at position ``context_len - length + i``.
+    ``context_len`` counts the tokens that the sequence's blocks hold, up to and with the last of
+    these rows; row i of the span stands at slot ``context_len - length + i`` of its table. That is
+    its position, unless earlier tokens were evicted (:mod:`qtool.runtime.eviction`).
     """
 
     start: int
@@ -76,13 +77,12 @@ def build_batch(
     for index, chunk in enumerate(chunks):
         first = len(token_ids)
         end = chunk.start + chunk.length
-        table = chunk.sequence.block_table
+        table, evicted = chunk.sequence.block_table, chunk.sequence.num_evicted
+        held = range(chunk.start - evicted, end - evicted)
         token_ids += chunk.sequence.token_ids(chunk.start, end)
         positions += range(chunk.start, end)
-        slots += [
-            table[p // block_size] * block_size + p % block_size for p in range(chunk.start, end)
-        ]
-        spans.append(QuerySpan(first, chunk.length, end))
+        slots += [table[p // block_size] * block_size + p % block_size for p in held]
+        spans.append(QuerySpan(first, chunk.length, end - evicted))
         if all_logits is not None and all_logits[index]:
             logit_rows += range(first, first + chunk.length)
         elif chunk.samples:

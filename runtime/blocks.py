@@ -21,15 +21,20 @@ single layer that sees everything keeps all blocks.
 Some forms of the cache write a block when it is full, and keep an unfinished one aside
 (:mod:`.tails`). Then whoever begins to run gets a tail page, and a fork shares an unfinished block
 by a copy of its parent's page.
+
+With eviction a sequence holds no more blocks than its budget (:mod:`.eviction`). Its blocks are its
+own alone.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from itertools import chain
 
 from qtool.errors import EngineError
+from qtool.runtime.eviction import Evictor
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.sequence import FORGOTTEN, NO_TAIL, Sequence
 from qtool.runtime.tails import BlockCopy, TailPages
@@ -44,6 +49,10 @@ class BlockManager:
         window: how many tokens a token sees in any layer, itself the last; ``None`` for all.
         prefixes: remembers full blocks, if given.
         num_tails: pages for unfinished blocks; ``None`` where the form of the cache has none.
+        evictor: bounds what a sequence holds, if given; then there is no prefix cache.
+
+    Raises:
+        EngineError: there are no blocks, or fewer than a sequence may hold.
     """
 
     def __init__(
@@ -53,14 +62,22 @@ class BlockManager:
         window: int | None = None,
         prefixes: PrefixCache | None = None,
         num_tails: int | None = None,
+        evictor: Evictor | None = None,
     ) -> None:
+        assert evictor is None or (prefixes is None and window is None), "holes in what is shared"
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise EngineError(f"{name}={value}: must be 1 or more; give the cache more memory")
+        if evictor is not None and evictor.rule.budget > num_blocks:
+            raise EngineError(
+                f"kv_budget={evictor.rule.max_tokens}: the cache holds {num_blocks * block_size} "
+                "tokens; lower the budget, or give the cache more memory"
+            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._window = window
         self._prefixes = prefixes
+        self._evictor = evictor
         self._tails = None if num_tails is None else TailPages(num_tails)
         self._ref_counts = [0] * num_blocks
         self._blank = deque(range(num_blocks))  # nobody's, of unknown contents
@@ -82,6 +99,25 @@ class BlockManager:
         return 0 if self._prefixes is None else len(self._prefixes)
 
     @property
+    def num_evicted(self) -> int:
+        """Blocks that sequences had to give up while they ran, so far."""
+        return 0 if self._evictor is None else self._evictor.num_evicted
+
+    @property
+    def shares(self) -> bool:
+        """Whether a fork may begin with blocks of its parent."""
+        return self._evictor is None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can run alone: no end where blocks are evicted."""
+        return self.num_slots if self._evictor is None else sys.maxsize
+
+    def room(self, sequence: Sequence) -> int:
+        """Most tokens that a sequence may compute in a step."""
+        return sys.maxsize if self._evictor is None else self._evictor.room(sequence)
+
+    @property
     def num_slots(self) -> int:
         """Tokens that the whole cache holds."""
         return self.num_blocks * self.block_size
@@ -93,7 +129,7 @@ class BlockManager:
             owners: everyone who owns a block.
         """
         ends = {
-            owner.block_table[-1]: len(owner.block_table) * self.block_size - owner.num_computed
+            owner.block_table[-1]: len(owner.block_table) * self.block_size - owner.num_held
             for owner in owners
             if owner.block_table
         }
@@ -102,6 +138,11 @@ class BlockManager:
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds when it has computed them."""
+        needed = self.blocks_needed(num_tokens)
+        return needed if self._evictor is None else min(needed, self._evictor.rule.budget)
 
     def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether :meth:`grow` would find the blocks it takes. Changes nothing."""
@@ -170,6 +211,9 @@ class BlockManager:
         if self._prefixes is not None:
             self._register(sequence, self._prefixes)
         self._forget(sequence)
+        if self._evictor is not None:
+            for block in self._evictor.evict(sequence):
+                self._release(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child that owns nothing share what the parent has computed of its tokens.
@@ -179,6 +223,7 @@ class BlockManager:
         what the child would see.
         """
         assert not child.block_table, f"{child.request_id}: forked into, but has blocks"
+        assert self.shares, f"{child.request_id}: a fork, but blocks are evicted"
         most = min(parent.num_computed, child.num_tokens - 1)
         pairs = zip(parent.token_ids(0, most), child.token_ids(0, most), strict=True)
         child.num_computed = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
@@ -226,7 +271,7 @@ class BlockManager:
             self._tails.release(sequence.tail)
             sequence.tail = NO_TAIL
         sequence.block_table = []
-        sequence.num_computed = sequence.num_registered = 0
+        sequence.num_computed = sequence.num_registered = sequence.num_evicted = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise :class:`AssertionError`, naming the block, unless the books are exact.
@@ -240,7 +285,9 @@ class BlockManager:
             self._tails.check_integrity([sequence.tail for sequence in sequences])
         for sequence in sequences:
             owners.update(_held(sequence))
-            held, needed = len(sequence.block_table), self.blocks_needed(sequence.num_computed)
+            held, needed = len(sequence.block_table), self.blocks_needed(sequence.num_held)
+            most = self.most_blocks(sys.maxsize)
+            assert held <= most, f"{sequence.request_id}: has {held} blocks, its budget is {most}"
             assert held >= needed, f"{sequence.request_id}: has {held} blocks, computed {needed}"
             assert len(set(_held(sequence))) == len(_held(sequence)), (
                 f"{sequence.request_id}: a block stands twice in {sequence.block_table}"
@@ -249,6 +296,7 @@ class BlockManager:
             assert FORGOTTEN not in seen, f"{sequence.request_id}: forgot what it will see"
         free = Counter(chain(self._blank, self._idle))
         for block, count in enumerate(self._ref_counts):
+            assert count <= 1 or self.shares, f"block {block}: shared, although blocks are evicted"
             assert count == owners[block], (
                 f"block {block}: {count} references, but in {owners[block]} tables"
             )
@@ -285,18 +333,18 @@ class BlockManager:
         return self._prefixes is not None and block in self._prefixes
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
-        needed = self.blocks_needed(sequence.num_computed + num_tokens)
+        needed = self.blocks_needed(sequence.num_held + num_tokens)
         return max(needed - len(sequence.block_table), 0)
 
     def _written(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Blocks of its own that the next tokens would be written to."""
-        first = sequence.num_computed // self.block_size
-        end = self.blocks_needed(sequence.num_computed + num_tokens)
+        first = sequence.num_held // self.block_size
+        end = self.blocks_needed(sequence.num_held + num_tokens)
         return sequence.block_table[first:end]
 
     def _shared(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Logical blocks the next tokens would be written to that have other owners."""
-        first = sequence.num_computed // self.block_size
+        first = sequence.num_held // self.block_size
         written = enumerate(self._written(sequence, num_tokens), start=first)
         return [index for index, block in written if self._ref_counts[block] > 1]
 

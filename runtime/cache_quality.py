@@ -1,14 +1,13 @@
 """What each form of the cache costs in quality, by the engine's own attention over its own pages.
 
-The forms share one decoder's weights. Its layers run one by one for every form, so that nothing
-but what the cache holds differs between them.
+The forms share one decoder's weights (:mod:`.cache_cases`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtool.errors import UsageError
+from qtool.runtime.cache_cases import CacheCase, cache_cases
 from qtool.runtime.evaluate import CHUNK
 from qtool.runtime.kv_schemes import LayerSchemes
-from qtool.runtime.loaded_model import LoadedModel, choose_cache
-from qtool.runtime.model import Decoder
-from qtool.runtime.window_run import WindowRun
+from qtool.runtime.loaded_model import LoadedModel
 
 # Where the first of the ranges ends in which results are given by position; each next one ends at
 # twice that.
@@ -50,6 +48,7 @@ class CacheQuality:
         bytes_per_token: scales included, tail pages not.
         tail_bytes: of a running sequence's unfinished page, where that is kept aside.
         bits: of an element of keys and values, scales included.
+        kept: tokens that a sequence keeps at most; ``None`` for all.
         nll, kl, top1: means over all predictions; the latter two against the first form.
         ranges: the same by position.
         notes: what was not as asked.
@@ -64,6 +63,7 @@ class CacheQuality:
     kl: float
     top1: float
     ranges: tuple[RangeQuality, ...]
+    kept: int | None = None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,41 +85,45 @@ def compare_caches(
     forms: Sequence[str | LayerSchemes],
     windows: Tensor,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    budget: int | None = None,
 ) -> list[CacheQuality]:
     """Score ``windows``, int64 [n, window_len], under each form of the cache.
 
     Args:
         forms: what ``kv_cache_dtype`` takes, or a scheme for each layer; the others are compared
             with the first.
+        budget: also under each form with eviction, a sequence keeping so many tokens.
 
     Raises:
-        UsageError: there is nothing to predict, or no form of a name.
+        UsageError: there is nothing to predict, no form of a name, or no sense in the budget.
+    """
+    longest = windows.shape[1] if windows.ndim == 2 else 0
+    return compare_cases(cache_cases(model, forms, budget, longest), windows, progress)
+
+
+def compare_cases(
+    cases: Sequence[CacheCase],
+    windows: Tensor,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[CacheQuality]:
+    """The same of cases that are there already.
+
+    Raises:
+        UsageError: there is nothing to predict.
     """
     if windows.numel() == 0 or windows.shape[1] < 2:
         raise UsageError(f"windows of shape {tuple(windows.shape)}: there is nothing to predict")
-    chosen = [choose_cache(form, model.kv_scales, model.decoder, model.kv_plan) for form in forms]
-    plain = layer_by_layer(model.decoder)
-    decoders = [replace(plain, kv=form) for form, _ in chosen]
-    sums = torch.zeros(len(decoders), 3, windows.shape[1] - 1, dtype=torch.float64)
+    sums = torch.zeros(len(cases), 3, windows.shape[1] - 1, dtype=torch.float64)
     for index, window in enumerate(windows):
-        _add_window(decoders, window, sums)
+        _add_window(cases, window, sums)
         progress(index + 1, len(windows))
     means = sums / len(windows)
-    names = [form if isinstance(form, str) else form.name for form in forms]
-    return [
-        _quality(name, decoder, rows, notes)
-        for name, decoder, rows, (_, notes) in zip(names, decoders, means, chosen, strict=True)
-    ]
+    return [_quality(case, rows) for case, rows in zip(cases, means, strict=True)]
 
 
-def layer_by_layer(decoder: Decoder) -> Decoder:
-    """The same weights without the native step, which reads two of the forms only."""
-    return Decoder(**{field.name: getattr(decoder, field.name) for field in fields(Decoder)})
-
-
-def _add_window(decoders: Sequence[Decoder], window: Tensor, sums: Tensor) -> None:
-    """Add one window's nll, KL and agreement to ``sums`` [decoders, 3, window_len - 1]."""
-    runs = [WindowRun(decoder, window.tolist()) for decoder in decoders]
+def _add_window(cases: Sequence[CacheCase], window: Tensor, sums: Tensor) -> None:
+    """Add one window's nll, KL and agreement to ``sums`` [cases, 3, window_len - 1]."""
+    runs = [case.run(window.tolist()) for case in cases]
     # The last token predicts nothing that is known.
     for start in range(0, len(window) - 1, CHUNK):
         end = min(start + CHUNK, len(window) - 1)
@@ -133,13 +137,13 @@ def _add_window(decoders: Sequence[Decoder], window: Tensor, sums: Tensor) -> No
             rows[2, start:end] += (log_p.argmax(-1) == log_q.argmax(-1)).double()
 
 
-def _quality(name: str, decoder: Decoder, means: Tensor, notes: tuple[str, ...]) -> CacheQuality:
+def _quality(case: CacheCase, means: Tensor) -> CacheQuality:
     """``means`` [3, window_len - 1] over the windows."""
-    config = decoder.config
+    decoder, config = case.decoder, case.decoder.config
     elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     nll, kl, top1 = means.mean(-1).tolist()
     return CacheQuality(
-        name=name,
+        name=case.name,
         form=decoder.kv_cache_dtype,
         bytes_per_token=decoder.kv_bytes_per_token,
         tail_bytes=decoder.kv_tail_bytes,
@@ -148,7 +152,8 @@ def _quality(name: str, decoder: Decoder, means: Tensor, notes: tuple[str, ...])
         kl=kl,
         top1=top1,
         ranges=tuple(_ranges(means)),
-        notes=notes,
+        kept=None if case.eviction is None else case.eviction.max_tokens,
+        notes=case.notes,
     )
 
 

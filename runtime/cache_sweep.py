@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
-from qtool.runtime.cache_quality import layer_by_layer
+from qtool.runtime.cache_cases import layer_by_layer
 from qtool.runtime.evaluate import CHUNK
 from qtool.runtime.kv_cache import CacheForm, LayerCache
 from qtool.runtime.kv_schemes import WIDE, LayerSchemes, kv_scheme
@@ -91,11 +91,12 @@ def _run_reference(decoder: Decoder, window: list[int], every: int) -> _Referenc
     run, inputs, log_probs = WindowRun(decoder, window), list[list[Tensor]](), list[Tensor]()
     assert isinstance(run.cache, LayerCache)
     for span in spans:
-        batch = _scored(run.batch(*span), every)
-        stream = [decoder.embed(batch)]
-        for index in range(len(decoder.layers)):
-            step = range(index, index + 1)
-            stream.append(decoder.run_layers(stream[-1], step, batch, run.cache))
+        with run.chunk(*span) as whole:
+            batch = _scored(whole, every)
+            stream = [decoder.embed(batch)]
+            for index in range(len(decoder.layers)):
+                step = range(index, index + 1)
+                stream.append(decoder.run_layers(stream[-1], step, batch, run.cache))
         inputs.append(stream[:-1])
         log_probs.append(_log_probs(decoder.logits(stream[-1], batch)))
     return _Reference(spans, inputs, log_probs, every)
@@ -109,8 +110,9 @@ def _loss(decoder: Decoder, layer: int, window: list[int], reference: _Reference
     for span, stream, log_p in zip(
         reference.spans, reference.inputs, reference.log_probs, strict=True
     ):
-        batch = _scored(run.batch(*span), reference.every)
-        x = decoder.run_layers(stream[layer], rest, batch, run.cache)
+        with run.chunk(*span) as whole:
+            batch = _scored(whole, reference.every)
+            x = decoder.run_layers(stream[layer], rest, batch, run.cache)
         log_q = _log_probs(decoder.logits(x, batch))
         total += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
     # Of two equal distributions rounding makes a little less than nothing.

@@ -17,7 +17,9 @@ from qtool.runtime.batch import build_batch
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.capacity import cache_size
 from qtool.runtime.detokenizer import TextStream
+from qtool.runtime.eviction import eviction_rule
 from qtool.runtime.generation import Generation
+from qtool.runtime.kv_cache import new_evictor
 from qtool.runtime.load_plan import make_plan
 from qtool.runtime.loaded_model import LoadedModel
 from qtool.runtime.options import EngineOptions
@@ -56,9 +58,17 @@ class Engine:
     ) -> None:
         decoder = model.decoder
         self._block_size = decoder.kv.schemes.block_size(options.block_size)
+        longest = model.max_model_len
+        rule = eviction_rule(
+            options.loading.kv_eviction,
+            options.loading.kv_budget,
+            self._block_size,
+            decoder.config.windows,
+            longest,
+        )
         size = cache_size(
             options,
-            model.max_model_len,
+            longest if rule is None else rule.max_tokens,
             self._block_size,
             decoder.kv_bytes_per_token,
             decoder.kv_tail_bytes,
@@ -67,15 +77,16 @@ class Engine:
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
         self._clock = clock
         self._cache = decoder.new_cache(size.blocks, self._block_size, size.tails)
+        evictor = None if rule is None else new_evictor(rule, self._cache)
         prefixes = None
-        if options.enable_prefix_caching:
+        if options.enable_prefix_caching and rule is None:
             prefixes = PrefixCache(self._block_size, decoder.kv_cache_dtype)
         window, tails = decoder.config.window, size.tails or None
-        self._blocks = BlockManager(size.blocks, self._block_size, window, prefixes, tails)
+        self._blocks = BlockManager(size.blocks, self._block_size, window, prefixes, tails, evictor)
         config = SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=model.max_model_len,
+            max_model_len=longest,
             policy=options.scheduling_policy,
             watermark=WATERMARK,
             expects_output=True,
@@ -86,7 +97,7 @@ class Engine:
         self._requests = itertools.count()
         self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
         self._timeouts = 0
-        self.info = make_plan(model, options, self._block_size, *size)
+        self.info = make_plan(model, options, self._block_size, *size, rule)
 
     @property
     def has_work(self) -> bool:
@@ -108,6 +119,7 @@ class Engine:
             blocks_known=self._blocks.num_known,
             reused_tokens=self._scheduler.num_reused_tokens,
             timeouts=self._timeouts,
+            evicted_blocks=self._blocks.num_evicted,
         )
 
     def check_integrity(self) -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qtool.runtime.attention_votes import AttentionVotes
 from qtool.runtime.batch import Batch
+from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.kernels.backend import AttentionScope, Backend
 from qtool.runtime.kernels.cpu.memory import huge_zeros
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
@@ -72,7 +74,12 @@ class LayerCache(BlockPools):
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
         num_tails: tail pages, where any layer keeps them.
         dtype: the compute dtype.
+
+    Attributes:
+        votes: how much attention blocks are given, once :meth:`count_votes` is called.
     """
+
+    votes: AttentionVotes | None = None
 
     def __init__(
         self,
@@ -129,7 +136,21 @@ class LayerCache(BlockPools):
         """
         if self._batch is None or self._batch.batch is not batch:
             self._batch = SegmentedBatch(batch, self.block_size)
-        return self.layers[layer].attend(q, keys, values, self._batch, scope, backend)
+        out = self.layers[layer].attend(q, keys, values, self._batch, scope, backend)
+        if self.votes is not None:
+            self.votes.add(q, self.layers[layer], batch, scope)
+        return out
+
+    def count_votes(self) -> AttentionVotes:
+        """Count from now on how much attention each block is given."""
+        self.votes = AttentionVotes(self._shape[0], self.block_size, self._device)
+        return self.votes
+
+
+def new_evictor(rule: EvictionRule, cache: BlockPools) -> Evictor:
+    """One that drops what is given the least attention, which ``cache`` counts from now on."""
+    assert isinstance(cache, LayerCache), "where blocks are evicted, decoders run layer by layer"
+    return Evictor(rule, cache.count_votes().weigh)
 
 
 class PagedCache(BlockPools):

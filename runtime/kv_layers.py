@@ -48,6 +48,14 @@ class CacheLayer(ABC):
             [T, num_heads, head_dim].
         """
 
+    @abstractmethod
+    def read_keys(self, blocks: Tensor) -> Tensor:
+        """Keys of full blocks int64 [n] as queries see them later.
+
+        Returns:
+            Float32 [n, block_size, num_kv_heads, head_dim].
+        """
+
 
 class WideLayer(CacheLayer):
     """Keys and values in the compute dtype (drawn in ``docs/layouts.md``)."""
@@ -72,6 +80,10 @@ class WideLayer(CacheLayer):
         for pool, rows in ((self.keys, keys), (self.values, values)):
             pool.flatten(0, 1).index_copy_(0, batch.batch.slots, rows)
         return backend.attention(q, self.keys, self.values, batch.batch, scope)
+
+    def read_keys(self, blocks: Tensor) -> Tensor:
+        """See :meth:`CacheLayer.read_keys`."""
+        return self.keys[blocks].float()
 
 
 class CodeLayer(CacheLayer):
@@ -109,6 +121,10 @@ class CodeLayer(CacheLayer):
         self._keys.write(batch.batch.slots, keys)
         self._values.write(batch.batch.slots, values)
         return backend.attention(q, *self._decode(batch.blocks), batch.whole, scope)
+
+    def read_keys(self, blocks: Tensor) -> Tensor:
+        """See :meth:`CacheLayer.read_keys`."""
+        return self._keys.read(blocks).to(self._dtype).float()
 
     def _decode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, block_size, num_kv_heads, head_dim] in the compute dtype."""

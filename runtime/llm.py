@@ -40,8 +40,8 @@ class LLM:
 
     Args:
         model: folder, GGUF file or packaged name.
-        device, dtype, backend, cpu_compute, kv_cache_dtype, batch_invariant, strict, self_check:
-            see :class:`~qtool.runtime.options.ModelOptions`.
+        device, dtype, backend, cpu_compute, kv_cache_dtype, kv_eviction, kv_budget,
+            batch_invariant, strict, self_check: see :class:`~qtool.runtime.options.ModelOptions`.
         Others: see :class:`~qtool.runtime.options.EngineOptions`.
 
     Raises:
@@ -57,6 +57,8 @@ class LLM:
         backend: str = "auto",
         cpu_compute: str = "auto",
         kv_cache_dtype: str = "auto",
+        kv_eviction: str = "off",
+        kv_budget: int | None = None,
         batch_invariant: bool = False,
         strict: bool = False,
         self_check: bool = True,
@@ -79,6 +81,8 @@ class LLM:
             backend=backend,
             cpu_compute=cpu_compute,
             kv_cache_dtype=kv_cache_dtype,
+            kv_eviction=kv_eviction,
+            kv_budget=kv_budget,
             batch_invariant=batch_invariant,
             strict=strict,
             self_check=self_check,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 
+from qtool.runtime.eviction import EvictionRule
 from qtool.runtime.kernels.backend import Backend, LinearOp
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.loaded_model import LoadedModel, refuse_notes
@@ -28,6 +29,7 @@ def make_plan(
     block_size: int,
     num_blocks: int,
     num_tails: int = 0,
+    eviction: EvictionRule | None = None,
 ) -> EngineInfo:
     """The load plan of an engine.
 
@@ -35,7 +37,7 @@ def make_plan(
         EngineError: under ``strict``, when something is not as asked.
     """
     decoder = model.decoder
-    shortage = _shortage(model, num_blocks * block_size)
+    shortage = () if eviction else _shortage(model, num_blocks * block_size)
     if options.loading.strict:
         refuse_notes(shortage)
     return EngineInfo(
@@ -56,9 +58,11 @@ def make_plan(
         notes=(*model.notes, *shortage),
         kv_cache_dtype=decoder.kv_cache_dtype,
         kv_cache_reason=model.kv_reason,
-        parts=(*_linears(model), *_operations(model)),
+        kv_eviction="" if eviction is None else eviction.describe(),
+        kv_budget=0 if eviction is None else eviction.max_tokens,
+        parts=(*_linears(model), *_operations(model, evicts=eviction is not None)),
         batch_invariance=invariance_cost(decoder) if options.loading.batch_invariant else "",
-        prefix_caching=options.enable_prefix_caching,
+        prefix_caching=options.enable_prefix_caching and eviction is None,
         scheduling_policy=options.scheduling_policy,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -104,7 +108,7 @@ def _linears(model: LoadedModel) -> Iterator[PlannedPart]:
         yield PlannedPart(part, kernel, len(ops), sum(op.num_bytes for op in ops), why)
 
 
-def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
+def _operations(model: LoadedModel, *, evicts: bool) -> Iterator[PlannedPart]:
     decoder = model.decoder
     backend: Backend = decoder.backend
     why = model.reason
@@ -114,8 +118,9 @@ def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
     attention, reason = backend.attention_kernel, why
     if not isinstance(decoder, NativeDecoder) and not decoder.kv.schemes.is_wide:
         attention += ", over pages decoded layer by layer"
-        reason = (
-            f"no native kernel here reads keys and values of the {decoder.kv.schemes.name} form"
-        )
+        if not evicts:
+            reason = (
+                f"no native kernel here reads keys and values of the {decoder.kv.schemes.name} form"
+            )
     yield PlannedPart("attention", attention, layers, 0, reason)
     yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qtool.errors import UsageError
 from qtool.runtime.admission import POLICIES, Policy
+from qtool.runtime.eviction import KV_EVICTIONS
 from qtool.runtime.kv_schemes import FOLLOW, KV_CACHE_DTYPES, SCHEMES
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -26,6 +27,9 @@ class ModelOptions:
         kv_cache_dtype: how keys and values are stored, a row of
             :data:`~qtool.runtime.kv_schemes.SCHEMES`; ``auto`` is the checkpoint's own plan, or
             ``wide`` where it has none.
+        kv_eviction: ``heavy-hitter``: sequences keep ``kv_budget`` tokens at most, and give up the
+            blocks that get the least attention (:mod:`qtool.runtime.eviction`).
+        kv_budget: tokens that a sequence keeps; whole blocks of them count.
         batch_invariant: a request gets the same tokens in any company, whatever that costs.
         strict: whatever is not as asked is an error instead of a note.
         self_check: ask a checkpoint's own probe (``qtool/probe.json``) after loading.
@@ -36,6 +40,8 @@ class ModelOptions:
     backend: str = "auto"
     cpu_compute: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_eviction: str = "off"
+    kv_budget: int | None = None
     batch_invariant: bool = False
     strict: bool = False
     self_check: bool = True
@@ -46,10 +52,29 @@ class ModelOptions:
             ("dtype", DTYPES),
             ("cpu_compute", CPU_COMPUTES),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("kv_eviction", KV_EVICTIONS),
         ):
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}: use one of {', '.join(allowed)}")
+        self._check_budget()
+
+    @property
+    def evicts(self) -> bool:
+        """Whether sequences give up blocks."""
+        return self.kv_eviction != "off"
+
+    def _check_budget(self) -> None:
+        if self.evicts and self.kv_budget is None:
+            raise UsageError(
+                f"kv_eviction={self.kv_eviction!r}: needs kv_budget, the tokens that a sequence "
+                "keeps; give it"
+            )
+        if not self.evicts and self.kv_budget is not None:
+            raise UsageError(
+                f"kv_budget={self.kv_budget}: has no meaning without kv_eviction heavy-hitter; "
+                "give both, or leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

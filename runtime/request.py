@@ -61,6 +61,8 @@ class EngineInfo:
         kv_cache_reason: what decided it.
         kv_tail_bytes: memory of all pages that running sequences have not filled yet, where the
             form of the cache keeps those aside.
+        kv_eviction: what a sequence keeps of its keys and values; empty for everything.
+        kv_budget: tokens that a sequence holds at most; 0 for all of them.
         parts: which kernel runs what, and why.
         batch_invariance: what it costs; empty if it was not asked for.
     """
@@ -82,6 +84,8 @@ class EngineInfo:
     kv_cache_dtype: str = ""
     kv_cache_reason: str = ""
     kv_tail_bytes: int = 0
+    kv_eviction: str = ""
+    kv_budget: int = 0
     parts: tuple[PlannedPart, ...] = ()
     batch_invariance: str = ""
     prefix_caching: bool = False
@@ -97,7 +101,7 @@ class EngineInfo:
     @property
     def num_full_sequences(self) -> float:
         """Sequences of ``max_model_len`` that the cache holds."""
-        return self.num_cache_tokens / self.max_model_len
+        return self.num_cache_tokens / (self.kv_budget or self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class EngineStats:
         slots_used: token slots of used blocks that hold a token.
         blocks_known: blocks, used or free, whose contents the prefix cache can find.
         reused_tokens: tokens that did not have to be computed, for others had.
+        evicted_blocks: that running sequences gave up to stay within their budget.
         timeouts: requests that ended because their time had passed.
     """
 
@@ -124,3 +129,4 @@ class EngineStats:
     blocks_known: int = 0
     reused_tokens: int = 0
     timeouts: int = 0
+    evicted_blocks: int = 0

@@ -84,9 +84,9 @@ class Scheduler:
         """Tokens (prompt and output) at which the engine must end it, with reason "length".
 
         The least of what ``max_tokens``, ``max_model_len`` and the whole cache allow: one longer
-        than the cache could not even run alone.
+        than the cache could not even run alone, unless its blocks are evicted.
         """
-        limits = [self._config.max_model_len, self._blocks.num_slots]
+        limits = [self._config.max_model_len, self._blocks.longest]
         if sequence.params.max_tokens is not None:
             limits.append(len(sequence.prompt_token_ids) + sequence.params.max_tokens)
         return min(limits)
@@ -105,15 +105,15 @@ class Scheduler:
         """Add a sequence that begins as ``parent`` does, and shares what that has computed.
 
         It waits until the parent has computed what they share, or has ended; then it runs
-        ahead of those that wait. One of better rank than its parent, or with another salt, is
-        like any other.
+        ahead of those that wait. One of better rank than its parent, or with another salt, or
+        where blocks are evicted, is like any other.
 
         Raises:
             RequestError: as :meth:`add`.
         """
         self.add(child)
         alike = child.reads_prefix and child.cache_salt == parent.cache_salt
-        if alike and parent.rank < child.rank:
+        if alike and self._blocks.shares and parent.rank < child.rank:
             self._parents[child] = parent
             if self._in_flight is None:
                 self._start_forks()
@@ -240,7 +240,7 @@ class Scheduler:
             sequence = self._running[position]
             position += 1
             num_behind = len(self._running) - position
-            length = min(sequence.num_uncomputed, budget - num_behind)
+            length = min(self._blocks.room(sequence), sequence.num_uncomputed, budget - num_behind)
             if self._make_room(step, sequence, length):
                 self._schedule_chunk(step, sequence, length)
                 budget -= length
@@ -258,7 +258,7 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, step: ScheduledStep) -> None:
-        """Newcomers. While budget is left, everyone running has all of its tokens scheduled."""
+        """Newcomers. While budget is left, everyone running has all it may compute scheduled."""
         budget = self._config.max_num_batched_tokens - step.num_tokens
         if not (self._waiting and budget > 0 and self._has_place):
             return
@@ -280,7 +280,7 @@ class Scheduler:
             if not patient and self._fits(sequence, prefix, reserved):
                 self._blocks.adopt(sequence, prefix)
                 self._start(sequence)
-                length = min(sequence.num_uncomputed, budget)
+                length = min(self._blocks.room(sequence), sequence.num_uncomputed, budget)
                 computing.update(self._blocks.names_computed(sequence, length))
                 self._schedule_chunk(step, sequence, length)
                 budget -= length

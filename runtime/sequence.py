@@ -33,9 +33,11 @@ class Sequence:
         cache_salt: it shares cached prefixes with those of the same salt only.
         deadline: when it ends whatever it has, on the clock of ``Scheduler.expire``.
         arrival: position among all sequences ever added; breaks ties of priority.
-        block_table: physical block of each logical block of tokens.
+        block_table: physical block of each logical block of tokens that was not evicted.
         tail: the page that holds its unfinished block, where the cache keeps those aside.
         num_computed: how many tokens, from the first, have their keys and values in the cache.
+        num_evicted: how many of these were evicted: their blocks are gone from the table, and those
+            behind them have moved up.
         num_registered: how many of its blocks, from the first, the prefix cache has seen.
         block_digests: names of its first full blocks in the prefix cache.
         token_limit: tokens, prompt and output, at which the engine ends it with reason "length".
@@ -53,6 +55,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list, init=False)
     tail: int = field(default=NO_TAIL, init=False)
     num_computed: int = field(default=0, init=False)
+    num_evicted: int = field(default=0, init=False)
     num_registered: int = field(default=0, init=False)
     block_digests: list[bytes] = field(default_factory=list, init=False)
     token_limit: int = field(default=0, init=False)
@@ -68,6 +71,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens still to be run through the model; 1 while decoding."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_held(self) -> int:
+        """Tokens that its blocks have been written for: the slot of the next one."""
+        return self.num_computed - self.num_evicted
 
     @property
     def reads_prefix(self) -> bool:

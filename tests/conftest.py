@@ -111,7 +111,7 @@ def expecting_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from qtool.runtime.sequence import Sequence
 
     def final_blocks(admission: Admission, sequence: Sequence) -> int:
-        return admission._blocks.blocks_needed(sequence.num_tokens + 1)
+        return admission._blocks.most_blocks(sequence.num_tokens + 1)
 
     monkeypatch.setattr(Admission, "_final_blocks", final_blocks)
 

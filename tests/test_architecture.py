@@ -42,15 +42,15 @@ RUNTIME_LAYERS = [
     {"startup", "progress"},
     {"engine_thread"},
     {"cache_sweep"},
-    {"cache_quality"},
+    {"cache_quality", "needle"},
     {"engine", "evaluate"},
-    {"load_plan"},
+    {"load_plan", "cache_cases"},
     {"generation", "capacity", "loaded_model", "machine"},
     {"native_decoder", "window_run", "self_check"},
     {"model", "loader", "sampler", "logprobs", "tokenizer"},
     {"moe"},
     {"batch", "config", "families", "linear", "layers", "rope_config", "rotary"}
-    | {"kv_cache", "kv_layers", "kv_codes", "kv_segments"},
+    | {"kv_cache", "kv_layers", "kv_codes", "kv_segments", "attention_votes"},
     {"kernels"},
 ]
 # These hold no tensors: any runtime module may import them, and they import only each other.
@@ -63,6 +63,7 @@ RUNTIME_PLAIN = {
     "prefix_cache",
     "kv_schemes",
     "tails",
+    "eviction",
     "blocks",
     "admission",
     "scheduled_step",

@@ -39,6 +39,7 @@ class EngineCollector(Collector):
             "generated_tokens": ("Tokens generated.", stats.generated_tokens),
             "preemptions": ("Requests that lost their blocks to others.", stats.preemptions),
             "reused_tokens": ("Tokens found in the cache, not computed.", stats.reused_tokens),
+            "evicted_blocks": ("Blocks given up by long sequences.", stats.evicted_blocks),
             "timeouts": ("Requests that ended because their time had passed.", stats.timeouts),
             "engine_steps": ("Forward passes.", stats.steps),
         }

@@ -33,6 +33,7 @@ def test_every_command_that_loads_a_model_passes_every_loading_option_on(
         monkeypatch.setattr(module, name, note)
     chosen = ["--device", "cpu", "--dtype", "bf16", "--backend", "cpu", "--cpu-compute", "bf16"]
     chosen += ["--kv-cache-dtype", "int8", "--batch-invariant", "--strict"]
+    chosen += ["--kv-eviction", "heavy-hitter", "--kv-budget", "512"]
     commands = [["eval", "m"], ["generate", "m", "text"], ["serve", "m"]]
     commands += [["bench", "throughput", "m"], ["bench", "latency", "m"]]
     for command in commands:
@@ -44,6 +45,8 @@ def test_every_command_that_loads_a_model_passes_every_loading_option_on(
         backend="cpu",
         cpu_compute="bf16",
         kv_cache_dtype="int8",
+        kv_eviction="heavy-hitter",
+        kv_budget=512,
         batch_invariant=True,
         strict=True,
     )

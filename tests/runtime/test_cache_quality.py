@@ -99,3 +99,17 @@ def _with_key_biases(folder: Path, size: float) -> Path:
             heads[:, -1] = -size
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def test_eviction_has_rows_of_its_own_and_costs_something_beyond_its_budget(
+    tiny_model_folder: Path,
+) -> None:
+    model, windows = _load(tiny_model_folder), _windows(250)
+    rows = compare_caches(model, ["auto", "int8"], windows, budget=130)
+    names = ["auto", "int8", "auto, 128 kept", "int8, 128 kept"]
+    assert [row.name for row in rows] == names
+    assert [row.kept for row in rows] == [None, None, 128, 128]
+    assert rows[2].ranges[0].kl == 0.0 < rows[2].ranges[1].kl
+    assert rows[3].ranges[0].kl == rows[1].ranges[0].kl < rows[3].ranges[1].kl
+    with pytest.raises(UsageError, match="kv_budget=130: no sequence here is longer than 100"):
+        compare_caches(model, ["auto"], _windows(100), budget=130)

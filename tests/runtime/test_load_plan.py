@@ -153,6 +153,19 @@ def test_serve_plan_prints_it_and_stops(tiny_model_folder: Path) -> None:
         assert text in result.stdout
 
 
+def test_serve_plan_says_what_eviction_keeps_and_what_then_fits(tiny_model_folder: Path) -> None:
+    asked = ["--plan", "--device", "cpu", "--backend", "reference", "--kv-cache-memory", "1M"]
+    asked += ["--kv-eviction", "heavy-hitter", "--kv-budget", "100", "--max-num-seqs", "20"]
+    result = CliRunner().invoke(main, ["serve", str(tiny_model_folder), *asked])
+    assert result.exit_code == 0, result.output
+    for text in (
+        "1,920 tokens in 120 blocks of 16 (20.0 sequences",
+        "eviction: heavy-hitter, a sequence keeps 96 tokens at most: the first 16, the last 48",
+        "prefixes are not kept",
+    ):
+        assert text in result.stdout, text
+
+
 def test_the_server_tells_it_without_the_models_place_on_disk(tiny_model_folder: Path) -> None:
     with real_server(tiny_model_folder) as server:
         server.post("/v1/completions", prompt="The", max_tokens=2, ignore_eos=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,17 @@ from qtool.runtime.kernels.backend import AttentionScope
 from qtool.runtime.kernels.cpu.torch_ops import CpuBackend
 from qtool.runtime.kernels.reference import ReferenceBackend
 from qtool.runtime.kv_cache import BlockPools, CacheForm, LayerCache
-from qtool.runtime.kv_schemes import FP8_STATIC, SCHEMES, KVScheme
+from qtool.runtime.kv_schemes import (
+    FP8,
+    FP8_STATIC,
+    INT4,
+    INT8,
+    K8V4,
+    SCHEMES,
+    WIDE,
+    KVScheme,
+    LayerSchemes,
+)
 from qtool.runtime.loaded_model import LoadedModel, choose_cache, load_model
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput
@@ -30,6 +41,8 @@ from support.caches import ref_stored
 
 CPU = torch.device("cpu")
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.keys is not None]
+# A form in each layer, one of them wide: one table of blocks, pages of 64, tails of one layer only.
+MIXED = LayerSchemes("mixed", (INT8, WIDE, INT4, K8V4, FP8))
 NAN_BYTE, ZERO_BYTE = 255, 0
 
 # Of three sequences: chunks end inside pages, at their ends, and beyond several; then all decode.
@@ -55,6 +68,10 @@ def _tokens(ids: Sequence[int], size: int, first: int, tail: int) -> Tokens:
     tokens.block_table = [first + 2 * i for i in reversed(range(-(-len(ids) // size)))]
     tokens.tail = tail
     return tokens
+
+
+def test_the_mixed_form_has_every_scheme() -> None:
+    assert set(MIXED.layers) == set(SCHEMES.values())
 
 
 class TestAttention:
@@ -137,12 +154,18 @@ class TestAttention:
             torch.testing.assert_close(torch.cat(parts).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=QUANTIZED)
-def model(request: pytest.FixtureRequest, tiny_model_folder: Path) -> LoadedModel:
-    options = ModelOptions(
-        device="cpu", dtype="fp32", backend="reference", kv_cache_dtype=request.param
-    )
-    return load_model(tiny_model_folder, options)
+def _load(folder: Path, schemes: LayerSchemes) -> LoadedModel:
+    loaded = load_model(folder, ModelOptions(device="cpu", dtype="fp32", backend="reference"))
+    return replace(loaded, decoder=replace(loaded.decoder, kv=CacheForm(schemes)))
+
+
+@pytest.fixture(scope="module", params=[*QUANTIZED, "mixed"])
+def model(
+    request: pytest.FixtureRequest, tiny_model_folder: Path, model_factory: Callable[..., Path]
+) -> LoadedModel:
+    if request.param == "mixed":
+        return _load(model_factory(layers=len(MIXED.layers)), MIXED)
+    return _load(tiny_model_folder, LayerSchemes.uniform(SCHEMES[request.param], 2))
 
 
 def _run(model: LoadedModel, ids: Sequence[int], sizes: Sequence[int], fill: int) -> Tensor:
@@ -168,18 +191,15 @@ def test_the_bits_do_not_depend_on_chunks_nor_on_what_the_pool_held(model: Loade
         assert torch.equal(_run(model, ids, sizes, NAN_BYTE), whole), sizes
 
 
-def test_it_differs_from_a_wide_cache_and_not_by_much(
-    model: LoadedModel, tiny_model_folder: Path
-) -> None:
-    wide = load_model(
-        tiny_model_folder, ModelOptions(device="cpu", dtype="fp32", backend="reference")
-    )
+def test_it_differs_from_a_wide_cache_and_not_by_much(model: LoadedModel) -> None:
+    layers = len(model.decoder.layers)
+    wide = _load(model.folder, LayerSchemes.uniform(WIDE, layers))
     ids = _ids(200, seed=1)
     exact, found = (_run(m, ids, [200], ZERO_BYTE) for m in (wide, model))
     error = float((found - exact).norm() / exact.norm())
-    most = {"int8": 0.02, "fp8": 0.1, "k8v4": 0.15, "int4": 0.15}
+    most = {"int8": 0.02, "fp8": 0.1, "k8v4": 0.15, "int4": 0.15, "mixed": 0.15}
     assert 1e-4 < error < most[model.decoder.kv.schemes.name]
-    if model.decoder.kv.schemes.has_tails:
+    if model.decoder.kv.schemes.name == "int4":
         assert torch.equal(found[:64], exact[:64])
 
 
@@ -189,8 +209,7 @@ def _engine(model: LoadedModel, blocks: int, fill: int, **settings: int) -> Engi
     seqs = settings.get("max_num_seqs", 256)
     tails = seqs * decoder.kv_tail_bytes
     memory = blocks * scheme.block_size(None) * decoder.kv_bytes_per_token + tails
-    loading = ModelOptions(device="cpu", kv_cache_dtype=scheme.name)
-    options = EngineOptions(model="tiny", loading=loading, kv_cache_memory=memory, **settings)  # type: ignore[arg-type]
+    options = EngineOptions(model="tiny", kv_cache_memory=memory, **settings)  # type: ignore[arg-type]
     engine = Engine(model, Tokenizer.load(model.folder), options)
     _fill(engine._cache, fill)
     return engine
@@ -293,8 +312,7 @@ def test_a_prefix_hit_is_a_whole_number_of_pages(model: LoadedModel) -> None:
 
 def test_what_is_reported_is_what_is_allocated_and_within_the_budget(model: LoadedModel) -> None:
     decoder, memory = model.decoder, 3 * 10**6
-    loading = ModelOptions(device="cpu", kv_cache_dtype=decoder.kv.schemes.name)
-    options = EngineOptions(model="t", loading=loading, kv_cache_memory=memory, max_num_seqs=8)
+    options = EngineOptions(model="t", kv_cache_memory=memory, max_num_seqs=8)
     engine = Engine(model, Tokenizer.load(model.folder), options)
     info = engine.info
     pools = sum(pool.nbytes for pool in engine._cache.pools)

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from qtool.errors import RequestError
 from qtool.runtime.admission import SchedulerConfig
 from qtool.runtime.blocks import BlockManager
+from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.scheduled_step import Chunk, ScheduledStep
 from qtool.runtime.scheduler import Scheduler
@@ -66,6 +67,13 @@ def test_with_tail_pages_the_tokens_are_the_same(window: Callable[[int], int | N
     assert tried["preemptions"] > (0.1 if window is no_window else 0.01)
 
 
+@pytest.mark.parametrize("tails", [False, True])
+def test_with_eviction_a_request_keeps_what_it_keeps_alone_and_no_more(tails: bool) -> None:
+    seeds = range(NUM_SCHEDULES // 4)
+    tried = check_schedules(seeds, no_window, remembers=False, tails=tails, evicts=True)
+    assert tried["preemptions"] > 0.1 and tried["evictions"] > 2 and tried["finished"] > 3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("window", [no_window, some_window])
@@ -76,9 +84,9 @@ def test_many_more_schedules(window: Callable[[int], int | None]) -> None:
 class TestPlantedBugs:
     """The properties are worth something only if they fail when they should."""
 
-    def _is_caught(self, tails: bool = False) -> bool:
+    def _is_caught(self, tails: bool = False, evicts: bool = False) -> bool:
         try:
-            check_schedules(range(150), no_window, tails=tails)
+            check_schedules(range(150), no_window, not evicts, tails, evicts)
         except (AssertionError, KeyError, IndexError):
             return True
         return False
@@ -86,6 +94,27 @@ class TestPlantedBugs:
     def test_without_a_bug_nothing_is_caught(self) -> None:
         assert not self._is_caught()
         assert not self._is_caught(tails=True)
+        assert not self._is_caught(evicts=True)
+
+    def test_a_chunk_that_goes_beyond_an_eviction(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(BlockManager, "room", lambda *_: 10**9)
+        assert self._is_caught(evicts=True)
+
+    def test_an_evicted_block_that_is_not_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        evict = Evictor.evict
+
+        def keep(evictor: Evictor, sequence: Sequence) -> list[int]:
+            evict(evictor, sequence)
+            return []
+
+        monkeypatch.setattr(Evictor, "evict", keep)
+        assert self._is_caught(evicts=True)
+
+    def test_blocks_that_are_chosen_by_where_they_lie(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ScriptedEngine, "_weigh", lambda _, blocks: list(blocks))
+        assert self._is_caught(evicts=True)
 
     def test_a_fork_whose_tail_page_is_not_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TailPages, "copy", lambda *_: None)
@@ -205,6 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_passes=st.sampled_from([0, 2]),
         remembers=st.booleans(),
         num_tails=st.sampled_from([None, 1, 6]),
+        budget=st.sampled_from([None, None, 3, 5]),
     )
     def start(
         self,
@@ -219,7 +249,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_passes: int,
         remembers: bool,
         num_tails: int | None,
+        budget: int | None,
     ) -> None:
+        rule = None
+        if budget is not None and num_slots // block_size >= budget:
+            rule = EvictionRule(block_size, budget, budget // 2)
+            remembers, window, model_len = False, None, min(model_len, 60)
         config = SchedulerConfig(
             seqs,
             seqs + spare,
@@ -235,12 +270,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             window,
             remembers=remembers,
             num_tails=num_tails,
+            rule=rule,
         )
         self.num_added = 0
 
     def _name(self) -> str:
         self.num_added += 1
         return str(self.num_added)
+
+    @property
+    def _longest(self) -> int:
+        num_slots = self.engine.blocks.num_slots if self.engine.rule is None else 10**9
+        return min(self.engine.config.max_model_len, num_slots)
 
     def _pick(self, which: int) -> Sequence:
         return self.engine.alive[which % len(self.engine.alive)]
@@ -252,7 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], max_tokens: int | None, priority: int) -> None:
         sequence = make_sequence(self._name(), prompt, max_tokens, priority)
-        fits = 0 < len(prompt) < min(self.engine.config.max_model_len, self.engine.blocks.num_slots)
+        fits = 0 < len(prompt) < self._longest
         try:
             self.engine.add(sequence)
         except RequestError:
@@ -267,7 +308,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add_with_a_common_prefix(self, shared: int, own: list[int], salt: str) -> None:
         prompt = SHARED_PREFIX[:shared] + own
-        if len(prompt) < min(self.engine.config.max_model_len, self.engine.blocks.num_slots):
+        if len(prompt) < self._longest:
             self.engine.add(make_sequence(self._name(), prompt, 5, 0, salt))
 
     @precondition(lambda self: self.engine.alive)
@@ -276,7 +317,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         parent = self._pick(which)
         tokens = parent.token_ids(0, max(parent.num_tokens - drop, 1))
         child = make_sequence(self._name(), tokens + [1] * branch, 5, 0, parent.cache_salt)
-        if child.num_tokens < min(self.engine.config.max_model_len, self.engine.blocks.num_slots):
+        if child.num_tokens < self._longest:
             self.engine.fork(parent, child)
 
     @precondition(lambda self: self.engine.alive)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from qtool.errors import RequestError
 from qtool.runtime.admission import SchedulerConfig
+from qtool.runtime.eviction import EvictionRule
 from qtool.runtime.sequence import Sequence
 from support.scripted import VOCAB_SIZE, ScriptedEngine, make_sequence, run_alone
 
@@ -17,7 +19,8 @@ def limit(engine: ScriptedEngine, sequence: Sequence) -> int:
     max_tokens = sequence.params.max_tokens
     wanted = 10**9 if max_tokens is None else len(sequence.prompt_token_ids) + max_tokens
     num_slots = engine.blocks.num_blocks * engine.blocks.block_size
-    return min(wanted, engine.config.max_model_len, num_slots)
+    fits = num_slots if engine.rule is None else 10**9
+    return min(wanted, engine.config.max_model_len, fits)
 
 
 def max_steps(engine: ScriptedEngine, sequences: list[Sequence]) -> int:
@@ -34,7 +37,8 @@ def max_steps(engine: ScriptedEngine, sequences: list[Sequence]) -> int:
 
 def assert_streams_are_those_of_solo_runs(engine: ScriptedEngine) -> None:
     for sequence in engine.finished:
-        expected = run_alone(sequence.prompt_token_ids, limit(engine, sequence), engine.window)
+        longest = limit(engine, sequence)
+        expected = run_alone(sequence.prompt_token_ids, longest, engine.window, engine.rule)
         assert sequence.output_token_ids == expected, sequence.request_id
 
 
@@ -92,14 +96,29 @@ def _act(rng: random.Random, engine: ScriptedEngine, name: str, priorities: int)
         assert error.param == "prompt"
 
 
+def random_rule(rng: random.Random, num_blocks: int, block_size: int) -> EvictionRule:
+    """A budget of 3 blocks or more; small ones, or few schedules would reach it."""
+    budget = rng.randint(3, min(max(num_blocks, 3), 12))
+    return EvictionRule(block_size, budget, rng.randint(0, budget - 2))
+
+
 def _run_random_schedule(
-    seed: int, window: int | None = None, remembers: bool = True, tails: bool = False
+    seed: int,
+    window: int | None = None,
+    remembers: bool = True,
+    tails: bool = False,
+    evicts: bool = False,
 ) -> ScriptedEngine:
     rng = random.Random(seed)
     config, num_blocks, block_size = random_config(rng)
-    num_tails = 1 + seed % config.max_num_seqs if tails else None
+    num_tails, rule = 1 + seed % config.max_num_seqs if tails else None, None
+    if evicts:
+        num_blocks = max(num_blocks, 3)
+        rule = random_rule(random.Random(seed), num_blocks, block_size)
+        # Nothing else bounds an answer.
+        config = replace(config, max_model_len=min(config.max_model_len, 90))
     engine = ScriptedEngine(
-        config, num_blocks, block_size, window, remembers=remembers, num_tails=num_tails
+        config, num_blocks, block_size, window, remembers=remembers, num_tails=num_tails, rule=rule
     )
     priorities = rng.choice([1, 1, 3])
     for i in range(rng.randint(1, 40)):
@@ -113,12 +132,13 @@ def check_schedules(
     window: Callable[[int], int | None],
     remembers: bool = True,
     tails: bool = False,
+    evicts: bool = False,
 ) -> dict[str, float]:
     """How often what might go wrong was tried, a schedule."""
     counts = Counter[str]()
     for seed in seeds:
         try:
-            engine = _run_random_schedule(seed, window(seed), remembers, tails)
+            engine = _run_random_schedule(seed, window(seed), remembers, tails, evicts)
             assert_streams_are_those_of_solo_runs(engine)
         except AssertionError as error:
             raise AssertionError(f"schedule with seed {seed}: {error}") from error
@@ -126,6 +146,7 @@ def check_schedules(
         counts["copies"] += engine.num_copies
         counts["hits"] += engine.num_hits
         counts["tail copies"] += engine.num_tail_copies
+        counts["evictions"] += engine.blocks.num_evicted
         counts["finished"] += len(engine.finished)
     return {name: count / len(seeds) for name, count in counts.items()}
 

@@ -4,6 +4,9 @@ Every chunk writes its tokens into the slots its block table names, and every sa
 whole sequence back through the table. A block that is stale, shared while written or not copied
 therefore changes the tokens, as it would with a real model.
 
+Where blocks are evicted, the one whose tokens have the least checksum goes; what should be left is
+worked out from the tokens alone, one by one.
+
 With tail pages a block is written from its sequence's page when it is full, and what is not full is
 read from there.
 """
@@ -11,10 +14,12 @@ read from there.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from zlib import crc32
 
 from qtool.runtime.admission import SchedulerConfig
 from qtool.runtime.blocks import BlockManager
+from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.scheduled_step import Chunk, ScheduledStep
@@ -30,11 +35,30 @@ def next_token(tokens: list[int]) -> int:
     return crc32(bytes(tokens)) % VOCAB_SIZE
 
 
-def run_alone(prompt: list[int], limit: int, window: int | None = None) -> list[int]:
+def kept(tokens: list[int], rule: EvictionRule | None) -> list[int]:
+    """What the last of some tokens sees of them."""
+    if rule is None:
+        return tokens
+    size, held = rule.block_size, list[int]()
+    for token in tokens:
+        if len(held) == rule.budget * size:
+            blocks = [held[i : i + size] for i in range(0, len(held), size)]
+            end = rule.budget - rule.recent
+            middle = blocks[1:end]
+            for _ in range(rule.num_dropped):
+                middle.remove(min(middle, key=lambda block: crc32(bytes(block))))
+            held = [token for block in (blocks[0], *middle, *blocks[end:]) for token in block]
+        held.append(token)
+    return held
+
+
+def run_alone(
+    prompt: list[int], limit: int, window: int | None = None, rule: EvictionRule | None = None
+) -> list[int]:
     """The output of a prompt with no scheduler, no cache and no neighbours."""
     tokens = list(prompt)
     while len(tokens) < limit and (len(tokens) == len(prompt) or tokens[-1] != STOP_TOKEN):
-        tokens.append(next_token(tokens if window is None else tokens[-window:]))
+        tokens.append(next_token(kept(tokens if window is None else tokens[-window:], rule)))
     return tokens[len(prompt) :]
 
 
@@ -63,9 +87,12 @@ class ScriptedEngine:
         *,
         remembers: bool = False,
         num_tails: int | None = None,
+        rule: EvictionRule | None = None,
     ) -> None:
         prefixes = PrefixCache(block_size) if remembers else None
-        self.blocks = BlockManager(num_blocks, block_size, window, prefixes, num_tails)
+        self.rule = rule
+        evictor = None if rule is None else Evictor(rule, self._weigh)
+        self.blocks = BlockManager(num_blocks, block_size, window, prefixes, num_tails, evictor)
         self._tails: list[list[int | None]] = [[None] * block_size for _ in range(num_tails or 0)]
         self.window = window
         self.scheduler = Scheduler(config, self.blocks)
@@ -159,7 +186,7 @@ class ScriptedEngine:
             end = chunk.start + chunk.length
             first = self._first_seen(chunk.start)
             held = self._read(chunk.sequence, first, end)
-            meant = chunk.sequence.token_ids(first, end)
+            meant = kept(chunk.sequence.token_ids(first, end), self.rule)
             assert held == meant, f"{chunk.sequence.request_id}: cache holds {held}, not {meant}"
             # Read in the step, as a model does: its commit may forget what only this step saw.
             seen = self._read(chunk.sequence, self._first_seen(end - 1), end)
@@ -176,13 +203,14 @@ class ScriptedEngine:
     def _write(self, chunk: Chunk, owners: Counter[int]) -> None:
         tokens = chunk.sequence.token_ids(chunk.start, chunk.start + chunk.length)
         for position, token in enumerate(tokens, start=chunk.start):
-            slot = self._slot(chunk.sequence, position)
+            slot = self._slot(chunk.sequence, position - chunk.sequence.num_evicted)
             block = slot // self.blocks.block_size
             assert owners[block] == 1, f"block {block} is written, and has {owners[block]} owners"
             self._put(chunk.sequence, slot, token)
 
     def _read(self, sequence: Sequence, first: int, end: int) -> list[int | None]:
-        return [self._held(sequence, position, end) for position in range(first, end)]
+        gone = sequence.num_evicted
+        return [self._held(sequence, slot, end - gone) for slot in range(first, end - gone)]
 
     def _put(self, sequence: Sequence, slot: int, token: int) -> None:
         if not self._tails:
@@ -193,19 +221,24 @@ class ScriptedEngine:
         if slot % size == size - 1:
             self._cache[slot + 1 - size : slot + 1] = tail
 
-    def _held(self, sequence: Sequence, position: int, end: int) -> int | None:
-        """What of a sequence with ``end`` computed tokens is held at a position."""
+    def _held(self, sequence: Sequence, place: int, end: int) -> int | None:
+        """What of a sequence that holds ``end`` computed tokens lies at a place."""
         size = self.blocks.block_size
-        if self._tails and position // size == end // size:
-            return self._tails[sequence.tail][position % size]
-        return self._cache[self._slot(sequence, position)]
+        if self._tails and place // size == end // size:
+            return self._tails[sequence.tail][place % size]
+        return self._cache[self._slot(sequence, place)]
 
     def _first_seen(self, position: int) -> int:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
-    def _slot(self, sequence: Sequence, position: int) -> int:
-        block, offset = divmod(position, self.blocks.block_size)
+    def _slot(self, sequence: Sequence, place: int) -> int:
+        block, offset = divmod(place, self.blocks.block_size)
         return sequence.block_table[block] * self.blocks.block_size + offset
+
+    def _weigh(self, blocks: SequenceOf[int]) -> list[int]:
+        size = self.blocks.block_size
+        held = [self._cache[block * size : (block + 1) * size] for block in blocks]
+        return [crc32(bytes(token for token in tokens if token is not None)) for tokens in held]
 
     def _append(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.FINISHED:
@@ -213,7 +246,7 @@ class ScriptedEngine:
         first = self._first_seen(sequence.num_tokens - 1)
         held = self._sampled_from.pop(sequence.request_id)
         tokens = [token for token in held if token is not None]
-        assert len(tokens) == sequence.num_tokens - first
+        assert self.rule is not None or len(tokens) == sequence.num_tokens - first
         if sequence.num_tokens < self.scheduler.token_limit(sequence):
             sequence.append(next_token(tokens))
         limit_reached = sequence.num_tokens == self.scheduler.token_limit(sequence)

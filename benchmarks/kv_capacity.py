@@ -1,0 +1,109 @@
+"""How many tokens fit the same memory under each form of the cache, tail pages counted.
+
+    python benchmarks/kv_capacity.py [--kv-cache-memory 16G] [--max-num-seqs 64] [SHAPE ...]
+
+A shape is LAYERSxKV_HEADSxHEAD_DIM of keys and values in bfloat16, or one of the names below. The
+cache is sized and laid out as an engine does it, but on torch's meta device, and its buffers are
+added up: a tail page for each sequence that may run at a time is among them.
+tests/benchmarks/test_kv_capacity.py holds it against engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from qtool.commands.cli_options import parse_size
+from qtool.runtime.capacity import cache_size
+from qtool.runtime.kv_cache import CacheForm, LayerCache
+from qtool.runtime.kv_schemes import SCHEMES, KVScheme, LayerSchemes
+from qtool.runtime.options import EngineOptions
+
+SHAPES = {"8b": "32x8x128", "smollm2-135m": "30x3x64"}
+DTYPE = torch.bfloat16
+# Longer than what fits: nothing but memory bounds the cache.
+LONGEST = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """One form.
+
+    Attributes:
+        tokens: that fit.
+        allocated: bytes of all buffers, tail pages among them.
+        tails: bytes of tail pages alone.
+    """
+
+    name: str
+    tokens: int
+    allocated: int
+    tails: int
+
+
+def capacity(scheme: KVScheme, shape: str, options: EngineOptions) -> Capacity:
+    """Allocate one form's cache and add it up.
+
+    Raises:
+        EngineError: not even one block fits.
+    """
+    layers, heads, head_dim = map(int, SHAPES.get(shape, shape).split("x"))
+    schemes = LayerSchemes.uniform(scheme, layers)
+    block_size, wide = schemes.block_size(None), DTYPE.itemsize
+    bytes_per_token = schemes.page_bytes(block_size, heads, head_dim, wide) // block_size
+    tail_bytes = schemes.tail_bytes(heads, head_dim, wide)
+    size = cache_size(
+        options, LONGEST, block_size, bytes_per_token, tail_bytes, torch.device("cpu")
+    )
+    # Shapes and sizes without memory.
+    device = torch.device("meta")
+    pages = (size.blocks, block_size, heads, head_dim)
+    cache = LayerCache(CacheForm(schemes), pages, size.tails, DTYPE, device)
+    tails = sum(tail.nbytes for tail in cache.tails)
+    allocated = sum(pool.nbytes for pool in cache.pools) + tails
+    return Capacity(scheme.name, size.blocks * block_size, allocated, tails)
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = _parser().parse_args()
+    options = EngineOptions(
+        model="shape",
+        kv_cache_memory=parse_size(arguments.kv_cache_memory),
+        max_num_seqs=arguments.max_num_seqs,
+    )
+    console = Console()
+    for shape in arguments.shapes or SHAPES:
+        rows = [capacity(scheme, shape, options) for scheme in SCHEMES.values()]
+        console.print(_table(shape, rows))
+
+
+def _table(shape: str, rows: list[Capacity]) -> Table:
+    table = Table("cache", "tokens", "of 16 bits", "GiB allocated", "of tail pages", title=shape)
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.tokens:,}",
+            f"{row.tokens / rows[0].tokens:.3f}",
+            f"{row.allocated / 2**30:.3f}",
+            f"{row.tails / 2**30:.3f}",
+        )
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"default: {', '.join(SHAPES)}")
+    parser.add_argument("--kv-cache-memory", default="16G")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
