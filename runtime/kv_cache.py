@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qtool.runtime.batch import Batch
 from qtool.runtime.kernels.backend import AttentionScope, Backend
-from qtool.runtime.kernels.cpu.memory import huge_zeros
+from qtool.runtime.kernels.cpu.kv_pages import KvPages
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
@@ -133,12 +133,9 @@ class LayerCache(BlockPools):
 
 
 class PagedCache(BlockPools):
-    """Keys and values in the form of native kernels.
+    """Keys and values in the pages of native kernels."""
 
-    Attributes:
-        pages: uint8 [layers, num_blocks, bytes of a layer's block].
-    """
-
-    def __init__(self, layers: int, num_blocks: int, block_size: int, page_bytes: int) -> None:
-        self.pages = huge_zeros(layers * num_blocks * page_bytes).view(layers, num_blocks, -1)
-        super().__init__(block_size, list(self.pages))
+    def __init__(self, pages: KvPages) -> None:
+        self.pages = pages
+        tails = [] if pages.tails is None else [pages.tails]
+        super().__init__(pages.block_size, pages.blocks, tails)

@@ -19,7 +19,7 @@ from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import CacheForm
-from qtool.runtime.kv_schemes import FP8, FP8_STATIC, INT8, LayerSchemes, kv_scheme
+from qtool.runtime.kv_schemes import FP8, FP8_STATIC, LayerSchemes, kv_scheme
 from qtool.runtime.loader import load_decoder
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import NativeDecoder, compile_decoder, why_not_native
@@ -150,12 +150,8 @@ def coarsest_compute(decoder: Decoder, options: ModelOptions) -> str:
 def choose_form(decoder: Decoder, form: CacheForm) -> tuple[Decoder, tuple[str, ...]]:
     """One native call a step where that is possible, and a note where it was expected."""
     obstacle = why_not_native(decoder)
-    int8 = all(scheme is INT8 for scheme in form.schemes.layers)
-    if obstacle is None and not (int8 or form.schemes.is_wide):
-        obstacle = f"native kernels read no cache of the form {form.schemes.name}"
     if obstacle is None:
-        wide = torch.bfloat16 if decoder.dtype == torch.bfloat16 else torch.float32
-        return compile_decoder(decoder, torch.uint8 if int8 else wide), ()
+        return compile_decoder(decoder, form), ()
     expected = isinstance(decoder.backend, NativeBackend)
     note = f"the decoder does not run as one native call a step: {obstacle}"
     return replace(decoder, kv=form), (note,) if expected else ()

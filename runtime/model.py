@@ -44,6 +44,11 @@ class Decoder:
         return self.backend.dtype
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values where a scheme keeps them as they are computed."""
+        return self.backend.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where it runs."""
         return self.backend.device
@@ -59,7 +64,7 @@ class Decoder:
     def kv_cache_dtype(self) -> str:
         """How keys and values are stored."""
         if self.kv.schemes.is_wide:
-            return str(self.dtype).removeprefix("torch.")
+            return str(self.kv_dtype).removeprefix("torch.")
         return self.kv.schemes.description
 
     @property
@@ -67,15 +72,15 @@ class Decoder:
         """Memory that one token's keys and values take, scales included, tail pages not."""
         config, size = self.config, self.kv.schemes.block_size(None)
         page = self.kv.schemes.page_bytes(
-            size, config.num_kv_heads, config.head_dim, self.dtype.itemsize
+            size, config.num_kv_heads, config.head_dim, self.kv_dtype.itemsize
         )
         return -(-page // size)
 
     @property
     def kv_tail_bytes(self) -> int:
         """Memory of a running sequence's unfinished page, where the form keeps it aside; or 0."""
-        config = self.config
-        return self.kv.schemes.tail_bytes(config.num_kv_heads, config.head_dim, self.dtype.itemsize)
+        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
+        return self.kv.schemes.tail_bytes(heads, head_dim, self.kv_dtype.itemsize)
 
     def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
         """An empty cache of the kind :meth:`forward` reads.
