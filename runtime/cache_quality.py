@@ -97,8 +97,7 @@ def compare_caches(
     if windows.numel() == 0 or windows.shape[1] < 2:
         raise UsageError(f"windows of shape {tuple(windows.shape)}: there is nothing to predict")
     chosen = [choose_cache(name, model.kv_scales, model.decoder) for name in names]
-    plain = _layer_by_layer(model.decoder)
-    decoders = [replace(plain, kv=form) for form, _ in chosen]
+    decoders = [replace(model.decoder, kv=form) for form, _ in chosen]
     sums = torch.zeros(len(decoders), 3, windows.shape[1] - 1, dtype=torch.float64)
     for index, window in enumerate(windows):
         _add_window(decoders, window, sums)
@@ -108,11 +107,6 @@ def compare_caches(
         _quality(name, decoder, rows, notes)
         for name, decoder, rows, (_, notes) in zip(names, decoders, means, chosen, strict=True)
     ]
-
-
-def _layer_by_layer(decoder: Decoder) -> Decoder:
-    """The same weights without the native step, which reads two of the forms only."""
-    return Decoder(**{field.name: getattr(decoder, field.name) for field in fields(Decoder)})
 
 
 def _add_window(decoders: Sequence[Decoder], window: Tensor, sums: Tensor) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
 from qtool.runtime.kernels.backend import AttentionScope, Backend
-from qtool.runtime.kernels.cpu.kv_pages import KvPages
+from qtool.runtime.kernels.cpu.kv_attention import LayerCall
+from qtool.runtime.kernels.cpu.kv_pages import TILE, KvForm, KvPages
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
@@ -65,8 +69,33 @@ def _copy(pools: list[Tensor], copies: Iterable[BlockCopy]) -> None:
             pool[copy.dst].copy_(pool[copy.src])
 
 
-class LayerCache(BlockPools):
-    """A cache that a decoder reads layer by layer.
+class AttentionCache(BlockPools, ABC):
+    """A cache that a decoder reads layer by layer."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: Batch,
+        scope: AttentionScope,
+        backend: Backend,
+    ) -> Tensor:
+        """Store the batch's rows of one layer, and let its queries see what is stored.
+
+        Args:
+            q: [T, num_heads, head_dim], rotated.
+            keys, values: [T, num_kv_heads, head_dim], keys rotated.
+
+        Returns:
+            [T, num_heads, head_dim].
+        """
+
+
+class LayerCache(AttentionCache):
+    """A part a layer, each in a form of its own, on torch.
 
     Args:
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
@@ -118,24 +147,50 @@ class LayerCache(BlockPools):
         scope: AttentionScope,
         backend: Backend,
     ) -> Tensor:
-        """Store the batch's rows of one layer, and let its queries see what is stored.
-
-        Args:
-            q: [T, num_heads, head_dim], rotated.
-            keys, values: [T, num_kv_heads, head_dim], keys rotated.
-
-        Returns:
-            [T, num_heads, head_dim].
-        """
+        """See :meth:`AttentionCache.attend`."""
         if self._batch is None or self._batch.batch is not batch:
             self._batch = SegmentedBatch(batch, self.block_size)
         return self.layers[layer].attend(q, keys, values, self._batch, scope, backend)
 
 
-class PagedCache(BlockPools):
-    """Keys and values in the pages of native kernels."""
+class PagedCache(AttentionCache):
+    """Keys and values in the pages of native CPU kernels: for a whole step, or layer by layer.
 
-    def __init__(self, pages: KvPages) -> None:
-        self.pages = pages
-        tails = [] if pages.tails is None else [pages.tails]
-        super().__init__(pages.block_size, pages.blocks, tails)
+    Args:
+        shape: (num_blocks, block_size, num_kv_heads, head_dim).
+        num_tails: tail pages, where any layer keeps them.
+        wide: the dtype of what is kept as it was computed: float32 or bfloat16.
+
+    Raises:
+        UsageError: a block that is not made of whole tiles.
+    """
+
+    def __init__(
+        self,
+        form: CacheForm,
+        shape: tuple[int, int, int, int],
+        num_tails: int,
+        wide: torch.dtype,
+        library: ctypes.CDLL,
+    ) -> None:
+        num_blocks, block_size, *heads = shape
+        if block_size % TILE:
+            raise UsageError(f"block_size={block_size}: native CPU kernels need a multiple of 16")
+        stored = KvForm(form.schemes.layers, wide, *heads, form.scales)
+        self.pages, self._library = KvPages(stored, num_blocks, block_size, num_tails), library
+        tails = [] if self.pages.tails is None else [self.pages.tails]
+        super().__init__(block_size, self.pages.blocks, tails)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: Batch,
+        scope: AttentionScope,
+        backend: Backend,
+    ) -> Tensor:
+        """See :meth:`AttentionCache.attend`."""
+        call = LayerCall(self.pages, layer, q, (keys, values), batch, batch.tails, scope)
+        return call.run(self._library).to(q.dtype)

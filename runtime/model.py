@@ -10,7 +10,9 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp
-from qtool.runtime.kv_cache import BlockPools, CacheForm, LayerCache
+from qtool.runtime.kernels.cpu.kv_pages import takes_heads
+from qtool.runtime.kernels.cpu.native_backend import NativeBackend
+from qtool.runtime.kv_cache import AttentionCache, BlockPools, CacheForm, LayerCache, PagedCache
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
 
@@ -42,6 +44,13 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """Compute dtype."""
         return self.backend.dtype
+
+    @property
+    def has_native_attention(self) -> bool:
+        """Whether native CPU kernels store and read the cache, of whatever form."""
+        known = self.dtype in (torch.float32, torch.bfloat16)
+        native = isinstance(self.backend, NativeBackend)
+        return native and known and takes_heads(self.config.head_dim)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -87,14 +96,19 @@ class Decoder:
 
         Args:
             num_tails: sequences that may run at a time, where the form has tail pages.
+
+        Raises:
+            UsageError: blocks that native kernels do not take.
         """
         shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
+        if self.has_native_attention and isinstance(self.backend, NativeBackend):
+            return PagedCache(self.kv, shape, num_tails, self.kv_dtype, self.backend.library)
         return LayerCache(self.kv, shape, num_tails, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
-        assert isinstance(cache, LayerCache)
+        assert isinstance(cache, AttentionCache)
         config, backend = self.config, self.backend
         # The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
         x = self.embedding[batch.token_ids].float() * config.embedding_scale

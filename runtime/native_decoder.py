@@ -8,13 +8,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.cpu.kv_pages import takes_heads
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kernels.cpu.native_ops import BLOCK, NativeLinear
-from qtool.runtime.kernels.cpu.kv_pages import MAX_HEAD_DIM, TILE, KvForm, KvPages
 from qtool.runtime.kernels.cpu.step import LayerOps, NativeStep, StepModel
 from qtool.runtime.kv_cache import BlockPools, CacheForm, PagedCache
 from qtool.runtime.layers import DecoderLayer, Mlp
@@ -29,27 +28,14 @@ class NativeDecoder(Decoder):
     step: NativeStep
 
     @property
+    def has_native_attention(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """See :attr:`Decoder.kv_dtype`; the kernels have no float16."""
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-
-    def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
-        """An empty cache.
-
-        Raises:
-            UsageError: a block that is not made of whole tiles.
-        """
-        if block_size % TILE:
-            raise UsageError(f"block_size={block_size}: native CPU kernels need a multiple of 16")
-        config = self.config
-        form = KvForm(
-            self.kv.schemes.layers,
-            self.kv_dtype,
-            config.num_kv_heads,
-            config.head_dim,
-            self.kv.scales,
-        )
-        return PagedCache(KvPages(form, num_blocks, block_size, num_tails))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
@@ -79,7 +65,7 @@ def why_not_native(decoder: Decoder) -> str | None:
     if others:
         return f"{len(others)} linears have no native kernel, the first is {others[0]}"
     head_dim = decoder.config.head_dim
-    if head_dim % TILE or head_dim > MAX_HEAD_DIM:
+    if not takes_heads(head_dim):
         return f"head_dim is {head_dim}; the native attention takes multiples of 16 up to 256"
     width = decoder.config.intermediate_size
     if width % BLOCK:

@@ -19,47 +19,52 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("spans", "tables", "tails")),
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "out")),
         *((name, ctypes.c_int64) for name in ("num_spans", "table_width", "num_heads", "window")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
 
-def attend(
-    library: ctypes.CDLL,
-    pages: KvPages,
-    layer: int,
-    q: Tensor,
-    rows: tuple[Tensor, Tensor] | None,
-    layout: AttentionLayout,
-    tails: tuple[int, ...],
-    scope: AttentionScope,
-) -> Tensor:
-    """What queries see of a layer's pages.
+class LayerCall:
+    """What the queries of a batch see of a layer's pages, ready to be computed.
 
     Args:
         q: [T, num_heads, head_dim], rotated.
         rows: keys, rotated, and values [T, num_kv_heads, head_dim], which the pages gain first;
             ``None``: they have them.
-        layout: block tables are of all that rows may see.
+        layout: block tables name all that rows may see.
         tails: each sequence's tail page.
-        scope: without a soft cap.
-
-    Returns:
-        float32 [T, num_heads, head_dim].
     """
-    assert scope.softcap is None
-    q, out = q.float().contiguous(), torch.empty(q.shape)
-    keys, values = (None, None) if rows is None else (x.float().contiguous() for x in rows)
-    spans = torch.tensor([(s.start, s.length, s.context_len) for s in layout.spans])
-    tables, numbers = layout.block_tables.contiguous(), pages.tail_numbers(tails)
-    tensors = (spans, tables, numbers, q, keys, values, out)
-    call = _Call(
-        ctypes.pointer(pages.structs[layer]),
-        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        len(spans),
-        tables.shape[1],
-        q.shape[1],
-        scope.window or 0,
-        scope.scale,
-    )
-    library.qt_attend(ctypes.byref(call))
-    return out
+
+    def __init__(
+        self,
+        pages: KvPages,
+        layer: int,
+        q: Tensor,
+        rows: tuple[Tensor, Tensor] | None,
+        layout: AttentionLayout,
+        tails: tuple[int, ...],
+        scope: AttentionScope,
+    ) -> None:
+        spans = torch.tensor([(s.start, s.length, s.context_len) for s in layout.spans])
+        tables = layout.block_tables.contiguous()
+        keys, values = (None, None) if rows is None else (x.float().contiguous() for x in rows)
+        self._out = torch.empty(q.shape)
+        # The struct holds addresses: what they point at must live as long.
+        self._alive = (
+            *(spans, tables, pages.tail_numbers(tails), q.float().contiguous()),
+            *(keys, values, self._out, pages),
+        )
+        self._call = _Call(
+            ctypes.pointer(pages.structs[layer]),
+            *(None if x is None else x.data_ptr() for x in self._alive[:-1]),
+            len(spans),
+            tables.shape[1],
+            q.shape[1],
+            scope.window or 0,
+            scope.scale,
+            scope.softcap or 0.0,
+        )
+
+    def run(self, library: ctypes.CDLL) -> Tensor:
+        """Float32 [T, num_heads, head_dim], in memory that a second run writes again."""
+        library.qt_attend(ctypes.byref(self._call))
+        return self._out

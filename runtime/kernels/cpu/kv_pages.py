@@ -34,6 +34,11 @@ WIDE_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 KINDS = {INT8: 2, FP8: 3, FP8_STATIC: 4, K8V4: 5, INT4: 6}
 
 
+def takes_heads(head_dim: int) -> bool:
+    """Whether the kernels take heads of this size."""
+    return head_dim % TILE == 0 and head_dim <= MAX_HEAD_DIM
+
+
 class KvShape(ctypes.Structure):
     """Shape and form of a layer's pages."""
 

@@ -55,7 +55,7 @@ void attend(const AttentionLayer& layer, AttentionPlan& plan, std::atomic<int>& 
 }  // namespace qt
 
 // One layer alone: rows [rows][heads][head_dim], turned, of sequences on pages of their own.
-struct qt_layer_call {  // mirrored by qtool.runtime.kernels.cpu.kv_forms.LayerCall
+struct qt_layer_call {  // mirrored by qtool.runtime.kernels.cpu.kv_attention._Call
   const qt::KvLayer* kv;
   const qt::Span* spans;
   const int64_t* tables;  // [num_spans][table_width]
@@ -65,7 +65,7 @@ struct qt_layer_call {  // mirrored by qtool.runtime.kernels.cpu.kv_forms.LayerC
   const float *values;
   float* out;             // as queries
   int64_t num_spans, table_width, num_heads, window;
-  float scale;
+  float scale, softcap;
 };
 
 // Stores keys and values, then attends.

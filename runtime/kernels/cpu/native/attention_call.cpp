@@ -54,9 +54,10 @@ void qt_attend(const qt_layer_call* call) {
   plan_attention(plan, call->spans, int(call->num_spans), int(call->num_heads),
                  int(shape.kv_heads), has_tails, qt_pool_size());
   plan_rows(rows, call->spans, int(call->num_spans), has_tails,
-            has_tails ? shape.kv_heads * shape.tail().page_bytes() : 0);
-  const qt::AttentionLayer layer = {call->kv, call->spans, call->tables, call->table_width,
-                                    call->tails, &rows, call->scale, call->window};
+            shape.kv_heads * shape.tail().layout().page_bytes);
+  const qt::AttentionLayer layer(
+      {call->spans, call->tables, call->table_width, call->tails, &rows}, call->kv, call->scale,
+      call->window, call->softcap);
   qt::Caller caller(*call, layer, rows, plan);
   auto body = [&](int thread, int count) { caller.run(thread, count); };
   qt::pool_run(body);

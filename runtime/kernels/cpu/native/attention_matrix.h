@@ -26,11 +26,11 @@ inline int pieces_of(int neighbours) { return (neighbours + TILE_BYTES - 1) / TI
 inline bool matrix_unit_attends(const KvShape& shape, int rows) {
   if (rows < FEWEST_MATRIX_ROWS || !matrix_unit_allowed()) return false;
   const KvForm form = shape.form();
-  const TileLayout at = shape.layout();
+  const PageLayout at = shape.layout();
   if (form.keys.word == Word::INT4) return true;
   // Keys are read in whole tile registers, beyond the last channel up to the end of the values.
   const int read = pieces_of(int(shape.head_dim)) * TILE * TILE_BYTES;
-  return form.keys.word == Word::INT8 && at.keys + read <= at.bytes;
+  return form.keys.word == Word::INT8 && at.keys + read <= at.tile_bytes;
 }
 
 // Rows of 16-bit integers in two planes of bytes, zeros up to whole tile registers.

@@ -54,7 +54,7 @@ static QT_INLINE void add_parts(typename Operands<WORD>::Sum (&sums)[R][V], cons
   // Pinned, or gcc makes the next parts and items as well, adds them up first, and spills the sums.
   QT_UNROLL
   for (int v = 0; v < V; v++) {
-    parts[v] = S::part(load_vector<vu>(step + columns[v]), p);
+    parts[v] = S::part(step + columns[v], p);
     pin(parts[v]);
   }
   QT_UNROLL

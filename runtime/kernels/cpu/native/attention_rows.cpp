@@ -16,7 +16,7 @@ void store_segment(const AttentionLayer& layer, const Segment& segment, int64_t 
     const int lane = int(position % TILE);
     if (has_tails) {
       uint8_t* page = layer.exact_page(segment.span, position, head);
-      kv_store(exact, head, exact.shape.tile(page, position % PAGE), lane, key, rows.values + at);
+      kv_store(exact, head, layer.exact_at.tile(page, position % PAGE), lane, key, rows.values + at);
     } else {
       kv_store(kv, head, layer.tile(segment.span, position, head), lane, key, rows.values + at);
     }
@@ -30,9 +30,9 @@ void store_segment(const AttentionLayer& layer, const Segment& segment, int64_t 
 void keep_tail(const AttentionLayer& layer, int span) {
   const Span& s = layer.spans[span];
   if (s.context % PAGE == 0 || s.first() / PAGE == s.context / PAGE) return;
-  const KvShape tail = layer.kv->shape.tail();
+  const PageLayout& at = layer.exact_at;
   std::memcpy(layer.exact_page(span, s.first(), 0), layer.exact_page(span, s.context - 1, 0),
-              tail.kv_heads * tail.page_bytes());
+              at.kv_heads * at.page_bytes);
 }
 
 void rotate(const Rotary& rotary, int head_dim, int64_t position, float* x) {

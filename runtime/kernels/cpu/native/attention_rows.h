@@ -42,31 +42,45 @@ inline void plan_rows(RowPlan& plan, const Span* spans, int num_spans, bool has_
   if (has_tails) plan.made.reserve<uint8_t>(made * tail_bytes);
 }
 
-// One layer, and the sequences of a step.
-struct AttentionLayer {
-  const KvLayer* kv;
+// What a step's layers have in common: its sequences.
+struct Sequences {
   const Span* spans;
   const int64_t* tables;  // [spans][table_width]
   int64_t table_width;
   const int64_t* tails;  // [spans]: its tail page; or null
   const RowPlan* plan;
+};
+
+// One layer, and the sequences of a step.
+struct AttentionLayer : Sequences {
+  const KvLayer* kv;
   float scale;
   int64_t window;  // in tokens; 0: none
+  float softcap;   // of scores; 0: none
+  PageLayout at, exact_at;  // of stored pages, and of those that are not full
+
+  AttentionLayer(const Sequences& sequences, const KvLayer* layer, float scale, int64_t window,
+                 float softcap)
+      : Sequences(sequences),
+        kv(layer),
+        scale(scale),
+        window(window),
+        softcap(softcap),
+        at(layer->shape.layout()),
+        exact_at(layer->shape.tail().layout()) {}
 
   // The stored page of `token`, a place in a span's sequence, and one KV head; then its tile.
   uint8_t* page(int span, int64_t token, int64_t head) const {
-    const int64_t block = tables[span * table_width + token / kv->shape.block_size];
-    return kv->shape.page(kv->pages, block, head);
+    return at.page(kv->pages, tables[span * table_width + token / kv->shape.block_size], head);
   }
   uint8_t* tile(int span, int64_t token, int64_t head) const {
-    return kv->shape.tile(page(span, token, head), token % kv->shape.block_size);
+    return at.tile(page(span, token, head), token % kv->shape.block_size);
   }
   // The page of a span's row as it is computed. In a decode step there is only one.
   uint8_t* exact_page(int span, int64_t token, int64_t head) const {
     const int64_t number = token / PAGE - spans[span].first() / PAGE;
-    const KvShape tail = kv->shape.tail();
-    if (number == 0) return tail.page(kv->tails + tails[span] * kv->tail_stride, 0, head);
-    return tail.page(plan->made.get<uint8_t>(), plan->made_of[span] + number - 1, head);
+    if (number == 0) return exact_at.page(kv->tails + tails[span] * kv->tail_stride, 0, head);
+    return exact_at.page(plan->made.get<uint8_t>(), plan->made_of[span] + number - 1, head);
   }
 };
 

@@ -23,7 +23,7 @@ class Work {
       : layer_(layer),
         item_(item),
         rows_(rows),
-        at_(layer.kv->shape.layout()),
+        at_(layer.at),
         D_(int(layer.kv->shape.head_dim)),
         groups_(GROUPED ? layer.kv->shape.groups() : 1),
         count_(item.tokens * item.heads),
@@ -176,8 +176,8 @@ class Work {
                   Highest* tops) const {
     multiply_queries(part, queries, scores + part.begin);
     for (int r = 0; r < count_; r++)
-      score<KIND>(grids, groups_, seen(r, part.start), part.begin, part.last(), queries.grids[r],
-                  scores + r * ROW_STRIDE, tops[r]);
+      score<KIND>(grids, groups_, layer_.softcap, seen(r, part.start), part.begin, part.last(),
+                  queries.grids[r], scores + r * ROW_STRIDE, tops[r]);
   }
 
   void multiply_queries(const Part& part, const Queries& queries, float* out) const {
@@ -245,11 +245,10 @@ class Work {
   template <int TAIL>
   void exact_part(int64_t start, int begin, int end, Partial out) const {
     constexpr Word WORD = kv_form(TAIL).keys.word;
-    const KvShape tail = layer_.kv->shape.tail();
-    const int values = tail.layout().values;
+    const PageLayout& places = layer_.exact_at;
     uint8_t* page = layer_.exact_page(item_.span, position_, item_.kv_head);
     const uint8_t* tiles[SPLIT_TILES] = {};
-    for (int t = begin; t < end; t += TILE) tiles[t / TILE] = tail.tile(page, (start + t) % PAGE);
+    for (int t = begin; t < end; t += TILE) tiles[t / TILE] = places.tile(page, (start + t) % PAGE);
     const Part part = {tiles, start, begin, end};
     alignas(64) float scores[ROWS * ROW_STRIDE];
     Grids none;
@@ -257,18 +256,18 @@ class Work {
     for (int r = 0; r < count_; r++) {
       Highest top;
       float* row = scores + r * ROW_STRIDE;
-      score<TAIL>(none, 1, seen(r, start), begin, part.last(), {1, 0}, row, top);
+      score<TAIL>(none, 1, layer_.softcap, seen(r, start), begin, part.last(), {1, 0}, row, top);
       const RowWeights weights =
           soften<TAIL>(none, 1, seen(r, start), begin, part.last(), top, row, row);
       out.top[r] = weights.top, out.weight[r] = weights.sum;
     }
-    multiply<WORD>(find_values<WORD>(part, D_, values, 0, D_), count_, scores + begin, out.out);
+    multiply<WORD>(find_values<WORD>(part, D_, places.values, 0, D_), count_, scores + begin, out.out);
   }
 
   const AttentionLayer& layer_;
   const Item& item_;
   const AttentionRows& rows_;
-  const TileLayout at_;
+  const PageLayout& at_;
   const int D_, groups_, count_;
   const int64_t position_;  // of the first token
   const bool by_matrix_;

@@ -1,7 +1,6 @@
 // Keys and values into pages.
-#include "kv_pages.h"
-
 #include "kv_codes.h"
+#include "kv_words.h"
 
 namespace qt {
 namespace {
@@ -10,17 +9,21 @@ uint16_t* halves(uint8_t* p) { return reinterpret_cast<uint16_t*>(p); }
 
 // ---- one token, 16 channels at a time
 
-// Codes of 8 bits into words of 4 neighbouring channels.
-void put_key_codes(uint8_t* words, int lane, int d, const uint32_t* codes) {
-  for (int i = 0; i < LANES; i += 4) {
-    const uint32_t word = codes[i] | codes[i + 2] << 8 | codes[i + 1] << 16 | codes[i + 3] << 24;
-    std::memcpy(words + ((d + i) / 4 * TILE + lane) * 4, &word, sizeof word);
-  }
+// Byte of a code of 8 bits: neighbour i of a column, in a row of words. Of e4m3 a vector's words have
+// neighbours 0 and 2 of all its columns in front of 1 and 3: halves of a vector become floats.
+int code_place(Word word, int column, int i) {
+  if (word == Word::INT8) return column * 4 + byte_of(i);
+  return column / WIDTH * VECTOR_BYTES + i % 2 * (VECTOR_BYTES / 2) + column % WIDTH * 2 + i / 2;
 }
 
-void put_value_codes(uint8_t* words, int D, int lane, int d, const uint32_t* codes) {
-  uint8_t* to = words + (lane / 4 * D + d) * 4 + byte_of(lane % 4);
-  for (int i = 0; i < LANES; i++) to[i * 4] = uint8_t(codes[i]);
+void put_key_codes(Word word, uint8_t* words, int lane, int d, const uint32_t* codes) {
+  for (int i = 0; i < LANES; i++)
+    words[(d + i) / 4 * TILE * 4 + code_place(word, lane, i % 4)] = uint8_t(codes[i]);
+}
+
+void put_value_codes(Word word, uint8_t* words, int D, int lane, int d, const uint32_t* codes) {
+  uint8_t* to = words + lane / 4 * D * 4;
+  for (int i = 0; i < LANES; i++) to[code_place(word, d + i, lane % 4)] = uint8_t(codes[i]);
 }
 
 void put_value_nibbles(uint8_t* words, int D, int lane, int d, const uint32_t* codes) {
@@ -55,7 +58,7 @@ void put_8bit(const KvPart& part, const float* x, int D, float scale, Put put) {
     each_16(x, D, [&](f32x16 v) { return codes_int8(v, scale); }, put);
 }
 
-void store_groups(const KvShape& shape, uint8_t* tile, const TileLayout& at, int lane,
+void store_groups(const KvShape& shape, uint8_t* tile, const PageLayout& at, int lane,
                   const float* value) {
   const int width = shape.group();
   for (int g = 0; g < shape.groups(); g++) {
@@ -75,17 +78,17 @@ void store_codes(const KvLayer& layer, int64_t head, uint8_t* tile, int lane, co
                  const float* value) {
   const KvShape& shape = layer.shape;
   const KvForm form = shape.form();
-  const TileLayout at = shape.layout();
+  const PageLayout at = shape.layout();
   const int D = int(shape.head_dim);
   float scale = put_scale(form.keys, key, D, halves(tile + at.key_grid) + lane,
                           layer.key_scales + head);
   put_8bit(form.keys, key, D, scale, [&](int d, const uint32_t* codes) {
-    put_key_codes(tile + at.keys, lane, d, codes);
+    put_key_codes(form.keys.word, tile + at.keys, lane, d, codes);
   });
   if (form.values.sharing == Sharing::GROUP) return store_groups(shape, tile, at, lane, value);
   scale = put_scale(form.values, value, D, halves(tile) + lane, layer.value_scales + head);
   put_8bit(form.values, value, D, scale, [&](int d, const uint32_t* codes) {
-    put_value_codes(tile + at.values, D, lane, d, codes);
+    put_value_codes(form.values.word, tile + at.values, D, lane, d, codes);
   });
 }
 
@@ -121,11 +124,10 @@ void exact_value(int64_t kind, int D, const uint8_t* tile, int lane, float* out)
 // One channel of a page's keys: its grid, and its nibble in the words of each tile.
 void seal_channel(const KvShape& shape, uint8_t* page, const uint8_t* exact, int d,
                   u32x16 (&words)[PAGE / TILE]) {
-  const KvShape tail = shape.tail();
-  const int D = int(shape.head_dim), bytes = tail.layout().bytes;
+  const int D = int(shape.head_dim), bytes = shape.tail().layout().tile_bytes;
   alignas(64) float keys[PAGE];
   for (int t = 0; t < PAGE; t += TILE)
-    store(keys + t, exact_keys(tail.kind, exact + t / TILE * bytes, d));
+    store(keys + t, exact_keys(shape.tail_kind, exact + t / TILE * bytes, d));
   const HalfGrid grid = asymmetric_grid(keys, PAGE);
   halves(page)[d] = grid.scale, halves(page)[D + d] = grid.low;
   const float scale = from_half(grid.scale), low = from_half(grid.low);
@@ -134,7 +136,28 @@ void seal_channel(const KvShape& shape, uint8_t* page, const uint8_t* exact, int
     words[t / TILE] |= codes_int4(loadf(keys + t), scale, low) << shift;
 }
 
+// Whether any byte is the code of NaN, whatever its sign.
+bool has_unknown(const uint8_t* codes, int bytes) {
+  u32x16 found{};
+  for (int i = 0; i < bytes; i += 64)
+    found |= (load<u32x16>(reinterpret_cast<const float*>(codes + i)) & 0x7f7f7f7fu) + 0x01010101u;
+  return fold(found & 0x80808080u, [](auto a, auto b) { return a | b; }) != 0;
+}
+
 }  // namespace
+
+void mark_unknown(const PageLayout& at, int head_dim, const uint8_t* tile, float* keys,
+                  float* values) {
+  if (!has_unknown(tile, at.tile_bytes)) return;
+  const auto unknown = [](uint8_t code) { return (code & 0x7f) == 0x7f; };
+  for (int token = 0; token < TILE; token++)
+    for (int d = 0; d < head_dim; d++) {
+      const uint8_t *key = tile + at.keys + d / 4 * TILE * 4;
+      const uint8_t *value = tile + at.values + token / 4 * head_dim * 4;
+      if (unknown(key[code_place(Word::FP8, token, d % 4)])) keys[token] = NAN;
+      if (unknown(value[code_place(Word::FP8, d, token % 4)])) values[token] = NAN;
+    }
+}
 
 void kv_store(const KvLayer& layer, int64_t head, uint8_t* tile, int lane, const float* key,
               const float* value) {
@@ -148,37 +171,37 @@ void kv_store(const KvLayer& layer, int64_t head, uint8_t* tile, int lane, const
 }
 
 void kv_seal(const KvShape& shape, uint8_t* page, const uint8_t* exact) {
-  const KvShape tail = shape.tail();
-  const TileLayout at = shape.layout();
-  const int D = int(shape.head_dim), bytes = tail.layout().bytes;
+  const PageLayout at = shape.layout();
+  const int D = int(shape.head_dim), bytes = shape.tail().layout().tile_bytes;
   for (int d = 0; d < D; d += 8) {
     u32x16 words[PAGE / TILE] = {};
     for (int i = 0; i < 8; i++) seal_channel(shape, page, exact, d + i, words);
     for (int t = 0; t < PAGE; t += TILE)
-      std::memcpy(shape.tile(page, t) + at.keys + d / 8 * sizeof *words, words + t / TILE,
+      std::memcpy(at.tile(page, t) + at.keys + d / 8 * sizeof *words, words + t / TILE,
                   sizeof *words);
   }
   alignas(64) float value[MAX_HEAD_DIM];
   for (int t = 0; t < PAGE; t++) {
-    exact_value(tail.kind, D, exact + t / TILE * bytes, t % TILE, value);
-    store_groups(shape, shape.tile(page, t), at, t % TILE, value);
+    exact_value(shape.tail_kind, D, exact + t / TILE * bytes, t % TILE, value);
+    store_groups(shape, at.tile(page, t), at, t % TILE, value);
   }
 }
 
 }  // namespace qt
 
 int64_t qt_block_bytes(const qt::KvShape* shape) {
-  return int64_t(shape->kv_heads * shape->page_bytes());
+  return shape->kv_heads * shape->layout().page_bytes;
 }
 
 void qt_kv_store(const qt::KvLayer* layer, const float* keys, const float* values,
                  const int64_t* slots, int64_t tokens) {
   const qt::KvShape& shape = layer->shape;
+  const qt::PageLayout places = shape.layout();
   for (int64_t i = 0; i < tokens; i++)
     for (int64_t head = 0; head < shape.kv_heads; head++) {
       const int64_t block = slots[i] / shape.block_size, offset = slots[i] % shape.block_size;
       const int64_t at = (i * shape.kv_heads + head) * shape.head_dim;
-      uint8_t* tile = shape.tile(shape.page(layer->pages, block, head), offset);
+      uint8_t* tile = places.tile(places.page(layer->pages, block, head), offset);
       qt::kv_store(*layer, head, tile, int(offset % qt::TILE), keys + at, values + at);
     }
 }

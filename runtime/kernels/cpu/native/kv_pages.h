@@ -28,7 +28,7 @@
 
 namespace qt {
 
-enum KvKind : int64_t {  // mirrored by qtool.runtime.kernels.cpu.kv_forms.KINDS
+enum KvKind : int64_t {  // mirrored by KINDS of qtool.runtime.kernels.cpu.kv_pages
   KV_FP32, KV_BF16, KV_INT8, KV_FP8, KV_FP8_STATIC, KV_K8V4, KV_INT4
 };
 
@@ -68,54 +68,57 @@ constexpr KvForm kv_form(int64_t kind) {
 constexpr int neighbours(Word word) {
   return word == Word::FP32 ? 1 : word == Word::BF16 ? 2 : word == Word::INT4 ? 8 : 4;
 }
-// Where neighbour i of a word of 8-bit codes lies: even and odd bytes are pairs of neighbours. Of a
-// word of 4-bit codes neighbours 4 to 7 lie above neighbours 0 to 3.
+// Where neighbour i of a word of integer codes lies: even and odd bytes are pairs of neighbours. Of
+// 4-bit codes neighbours 4 to 7 lie above neighbours 0 to 3.
 constexpr int byte_of(int i) { return i == 1 ? 2 : i == 2 ? 1 : i; }
 
 constexpr int TILE = 16, PAGE = 64, GROUP = 64;
 constexpr int MAX_HEAD_DIM = 256, MAX_GROUPS = MAX_HEAD_DIM / GROUP;
 constexpr int HALF = 2;  // bytes of a scale or minimum
 
-// Byte offsets in a tile.
-struct TileLayout {
-  int key_grid, keys, values, bytes;
+// Where things lie, in bytes: in a tile, in a page.
+struct PageLayout {
+  int key_grid, keys, values, tile_bytes;
+  int tiles;  // behind the grid of the page
+  int64_t page_bytes, kv_heads;
+
+  // The page of a block and KV head, and in it the tile of token `offset`.
+  uint8_t* page(uint8_t* pages, int64_t block, int64_t head) const {
+    return pages + (block * kv_heads + head) * page_bytes;
+  }
+  uint8_t* tile(uint8_t* page, int64_t offset) const {
+    return page + tiles + offset / TILE * tile_bytes;
+  }
 };
 
-struct KvShape {  // mirrored by qtool.runtime.kernels.cpu.kv_forms.KvShape
+struct KvShape {  // mirrored by qtool.runtime.kernels.cpu.kv_pages.KvShape
   int64_t kind, tail_kind, block_size, kv_heads, head_dim;
 
   KvForm form() const { return kv_form(kind); }
+  // Of its tail pages.
+  KvShape tail() const { return {tail_kind, tail_kind, PAGE, kv_heads, head_dim}; }
   // Channels that share a scale of GROUP, and how many times.
   int group() const { return head_dim % GROUP ? int(head_dim) : GROUP; }
   int groups() const { return int(head_dim) / group(); }
 
-  TileLayout layout() const {
+  PageLayout layout() const {
     const KvForm f = form();
     const int a_scale = TILE * HALF, word_bytes = int(head_dim) * TILE * 4;
-    TileLayout l;
+    PageLayout l;
     l.key_grid = f.values.sharing == Sharing::HEAD ? a_scale
                  : f.values.sharing == Sharing::GROUP ? 2 * a_scale * groups() : 0;
     l.keys = l.key_grid + (f.keys.sharing == Sharing::HEAD ? a_scale : 0);
     l.values = l.keys + word_bytes / neighbours(f.keys.word);
-    l.bytes = l.values + word_bytes / neighbours(f.values.word);
+    l.tile_bytes = l.values + word_bytes / neighbours(f.values.word);
+    l.tiles = f.has_tails() ? 2 * int(head_dim) * HALF : 0;
+    l.page_bytes = l.tiles + block_size / TILE * l.tile_bytes;
+    l.kv_heads = kv_heads;
     return l;
   }
-  // Bytes in front of a page's tiles.
-  size_t page_grid() const { return form().has_tails() ? 2 * head_dim * HALF : 0; }
-  size_t page_bytes() const { return page_grid() + block_size / TILE * layout().bytes; }
-  // The page of a block and KV head, and in it the tile of token `offset`.
-  uint8_t* page(uint8_t* pages, int64_t block, int64_t head) const {
-    return pages + (block * kv_heads + head) * page_bytes();
-  }
-  uint8_t* tile(uint8_t* page, int64_t offset) const {
-    return page + page_grid() + offset / TILE * layout().bytes;
-  }
-  // Of its tail pages.
-  KvShape tail() const { return {tail_kind, tail_kind, PAGE, kv_heads, head_dim}; }
 };
 
 // One layer's part of the cache.
-struct KvLayer {  // mirrored by qtool.runtime.kernels.cpu.kv_forms.KvLayer
+struct KvLayer {  // mirrored by qtool.runtime.kernels.cpu.kv_pages.KvLayer
   KvShape shape;
   uint8_t* pages;
   uint8_t* tails;  // tail pages, tail_stride bytes apart; or null
@@ -127,6 +130,11 @@ struct KvLayer {  // mirrored by qtool.runtime.kernels.cpu.kv_forms.KvLayer
 // form with tail pages. A key or value with a NaN is one of NaNs.
 void kv_store(const KvLayer& layer, int64_t head, uint8_t* tile, int lane, const float* key,
               const float* value);
+
+// Of a tile of e4m3 whose scales are the layer's: NaN in `keys` or `values` [16 tokens] where a
+// token's key or value has the code of one. Products take it for a number.
+void mark_unknown(const PageLayout& at, int head_dim, const uint8_t* tile, float* keys,
+                  float* values);
 
 // Stores a whole page of one KV head, of which `exact` is the page as it was computed.
 void kv_seal(const KvShape& shape, uint8_t* page, const uint8_t* exact);

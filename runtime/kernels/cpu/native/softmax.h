@@ -59,7 +59,7 @@ static QT_INLINE void fill(float x, float* to) {
 }
 
 template <int KIND>
-static void read_grids(const KvLayer& layer, const TileLayout& at, int64_t head, const Part& part,
+static void read_grids(const KvLayer& layer, const PageLayout& at, int64_t head, const Part& part,
                        Grids& out) {
   constexpr KvForm FORM = kv_form(KIND);
   constexpr float KEY_UNIT = Keys<KIND>::UNIT, UNIT = Values<KIND>::UNIT;
@@ -73,7 +73,9 @@ static void read_grids(const KvLayer& layer, const TileLayout& at, int64_t head,
       widen_halves(tile, UNIT, out.scales[0] + t);
     else if constexpr (FORM.values.sharing == Sharing::LAYER)
       fill(layer.value_scales[head] * UNIT, out.scales[0] + t);
-    else if constexpr (FORM.values.sharing == Sharing::GROUP)
+    if constexpr (FORM.keys.sharing == Sharing::LAYER)
+      mark_unknown(at, int(layer.shape.head_dim), tile, out.keys + t, out.scales[0] + t);
+    if constexpr (FORM.values.sharing == Sharing::GROUP)
       for (int g = 0; g < layer.shape.groups(); g++, tile += 2 * TILE * HALF) {
         widen_halves(tile, 1, out.scales[g] + t);
         widen_halves(tile + TILE * HALF, 1, out.lows[g] + t);
@@ -85,6 +87,13 @@ static void read_grids(const KvLayer& layer, const TileLayout& at, int64_t head,
 struct QueryGrid {
   float scale, offset;
 };
+
+// cap * tanh(score / cap) (Gemma 2 report, section 2).
+static QT_INLINE vf soft_cap(vf score, float cap) {
+  const vf twice = score * (2 / cap);
+  const vf cut = twice > 80.f ? spread(80.f) : twice;  // exp(2 x) / (exp(2 x) + 1) is 1 there
+  return cap - 2 * cap / (exp(cut) + 1.f);
+}
 
 // Over the tokens of a split that a row may see: the highest score, and values' highest scales.
 struct Highest {
@@ -98,9 +107,10 @@ struct RowWeights {
 
 // Sums over tokens [begin, end) of a split, begin in whole tiles, in place to scores. Apart from the
 // weights, because they wait for the highest score: meanwhile the processor computes the next row's.
+// `cap` is the soft cap; 0: none.
 template <int KIND>
-QT_NOINLINE static void score(const Grids& grids, int groups, Seen seen, int begin, int end,
-                              QueryGrid query, float* scores, Highest& top) {
+QT_NOINLINE static void score(const Grids& grids, int groups, float cap, Seen seen, int begin,
+                              int end, QueryGrid query, float* scores, Highest& top) {
   constexpr Sharing SHARING = kv_form(KIND).keys.sharing;
   vf tops = spread(top.score);
   for (int t = begin; t < end; t += WIDTH) {
@@ -110,6 +120,7 @@ QT_NOINLINE static void score(const Grids& grids, int groups, Seen seen, int beg
       s = multiply_add(s, spread(query.scale), spread(query.offset));
     else if constexpr (SHARING != Sharing::NOTHING)
       s = s * (load_vector<vf>(grids.keys + t) * query.scale);
+    if (cap > 0) s = soft_cap(s, cap);
     s = seen.keep(t, s, NEVER);
     store_vector(scores + t, s);
     tops = max(tops, s);

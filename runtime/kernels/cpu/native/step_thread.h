@@ -197,8 +197,8 @@ class Thread {
 
   AttentionLayer attention_of(const Layer& l) const {
     const StepBatch& b = step_.batch;
-    return {l.kv, b.spans, b.block_tables, b.table_width, b.tails, &step_.space.rows,
-            l.scale, l.window};
+    return {{b.spans, b.block_tables, b.table_width, b.tails, &step_.space.rows}, l.kv, l.scale,
+            l.window, 0};
   }
   NewRows new_rows() const {
     const Model& m = step_.model;

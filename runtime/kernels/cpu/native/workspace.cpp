@@ -36,7 +36,7 @@ void plan(const Model& m, const StepBatch& b, Workspace& space, int num_threads)
   size_t tail_bytes = 0;
   for (int i = 0; i < m.num_layers; i++) {
     const KvShape& shape = m.layers[i].kv->shape;
-    if (shape.form().has_tails()) tail_bytes = m.kv_heads * shape.tail().page_bytes();
+    if (shape.form().has_tails()) tail_bytes = m.kv_heads * shape.tail().layout().page_bytes;
   }
   const int spans = int(b.num_spans);
   plan_attention(space.plan, b.spans, spans, int(m.num_heads), int(m.kv_heads), tail_bytes > 0,
