@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from qtool.runtime.kernels.backend import AttentionScope
 from qtool.runtime.kernels.cpu.torch_ops import CpuBackend
 from qtool.runtime.kernels.reference import ReferenceBackend
 from qtool.runtime.kv_cache import BlockPools, CacheForm, LayerCache
-from qtool.runtime.kv_schemes import FP8_STATIC, SCHEMES, KVScheme
+from qtool.runtime.kv_schemes import FP8_STATIC, INT4, INT8, SCHEMES, WIDE, KVScheme, LayerSchemes
 from qtool.runtime.loaded_model import LoadedModel, choose_cache, load_model
+from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput
 from qtool.runtime.request import Request
@@ -27,6 +29,7 @@ from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence as Tokens
 from qtool.runtime.tokenizer import Tokenizer
 from support.caches import ref_stored
+from support.native import LEVELS
 
 CPU = torch.device("cpu")
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.keys is not None]
@@ -137,12 +140,38 @@ class TestAttention:
             torch.testing.assert_close(torch.cat(parts).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=QUANTIZED)
-def model(request: pytest.FixtureRequest, tiny_model_folder: Path) -> LoadedModel:
-    options = ModelOptions(
-        device="cpu", dtype="fp32", backend="reference", kv_cache_dtype=request.param
-    )
-    return load_model(tiny_model_folder, options)
+# What runs a decoder: torch, or native code, a step in one call.
+BACKENDS = {
+    "reference": {"backend": "reference"},
+    **({"native": {"cpu_compute": "fp32"}} if LEVELS else {}),
+}
+# Not a name to ask for: layers of different schemes.
+MIXED = "int4 and others"
+
+
+def _load(folder: Path, backend: str, name: str) -> LoadedModel:
+    asked = "auto" if name == MIXED else name
+    options = ModelOptions(device="cpu", dtype="fp32", kv_cache_dtype=asked, **BACKENDS[backend])  # type: ignore[arg-type]
+    loaded = load_model(folder, options)
+    assert isinstance(loaded.decoder, NativeDecoder) == (backend == "native")
+    if name == MIXED:
+        schemes = LayerSchemes(MIXED, (INT4, WIDE, INT8))
+        loaded = replace(loaded, decoder=replace(loaded.decoder, kv=CacheForm(schemes)))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def folder(model_factory: Callable[..., Path]) -> Path:
+    return model_factory(layers=3)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(b, name) for b in BACKENDS for name in (*QUANTIZED, MIXED)],
+    ids=lambda param: ", ".join(param),
+)
+def model(request: pytest.FixtureRequest, folder: Path) -> LoadedModel:
+    return _load(folder, *request.param)
 
 
 def _run(model: LoadedModel, ids: Sequence[int], sizes: Sequence[int], fill: int) -> Tensor:
@@ -168,19 +197,22 @@ def test_the_bits_do_not_depend_on_chunks_nor_on_what_the_pool_held(model: Loade
         assert torch.equal(_run(model, ids, sizes, NAN_BYTE), whole), sizes
 
 
-def test_it_differs_from_a_wide_cache_and_not_by_much(
-    model: LoadedModel, tiny_model_folder: Path
-) -> None:
-    wide = load_model(
-        tiny_model_folder, ModelOptions(device="cpu", dtype="fp32", backend="reference")
-    )
+def test_it_differs_from_a_wide_cache_and_not_by_much(model: LoadedModel, folder: Path) -> None:
+    native = isinstance(model.decoder, NativeDecoder)
+    wide = _load(folder, "native" if native else "reference", "auto")
     ids = _ids(200, seed=1)
     exact, found = (_run(m, ids, [200], ZERO_BYTE) for m in (wide, model))
     error = float((found - exact).norm() / exact.norm())
-    most = {"int8": 0.02, "fp8": 0.1, "k8v4": 0.15, "int4": 0.15}
+    most = {"int8": 0.02, "fp8": 0.1, "k8v4": 0.15, "int4": 0.15, MIXED: 0.15}
     assert 1e-4 < error < most[model.decoder.kv.schemes.name]
-    if model.decoder.kv.schemes.has_tails:
+    if model.decoder.kv.schemes.name == "int4":
         assert torch.equal(found[:64], exact[:64])
+
+
+def _asked(model: LoadedModel) -> str:
+    """The option that has the blocks of a model's cache."""
+    name = model.decoder.kv.schemes.name
+    return "int4" if name == MIXED else name
 
 
 def _engine(model: LoadedModel, blocks: int, fill: int, **settings: int) -> Engine:
@@ -189,7 +221,7 @@ def _engine(model: LoadedModel, blocks: int, fill: int, **settings: int) -> Engi
     seqs = settings.get("max_num_seqs", 256)
     tails = seqs * decoder.kv_tail_bytes
     memory = blocks * scheme.block_size(None) * decoder.kv_bytes_per_token + tails
-    loading = ModelOptions(device="cpu", kv_cache_dtype=scheme.name)
+    loading = ModelOptions(device="cpu", kv_cache_dtype=_asked(model))
     options = EngineOptions(model="tiny", loading=loading, kv_cache_memory=memory, **settings)  # type: ignore[arg-type]
     engine = Engine(model, Tokenizer.load(model.folder), options)
     _fill(engine._cache, fill)
@@ -293,7 +325,7 @@ def test_a_prefix_hit_is_a_whole_number_of_pages(model: LoadedModel) -> None:
 
 def test_what_is_reported_is_what_is_allocated_and_within_the_budget(model: LoadedModel) -> None:
     decoder, memory = model.decoder, 3 * 10**6
-    loading = ModelOptions(device="cpu", kv_cache_dtype=decoder.kv.schemes.name)
+    loading = ModelOptions(device="cpu", kv_cache_dtype=_asked(model))
     options = EngineOptions(model="t", loading=loading, kv_cache_memory=memory, max_num_seqs=8)
     engine = Engine(model, Tokenizer.load(model.folder), options)
     info = engine.info

@@ -151,9 +151,13 @@ struct ItemGrid {
   QT_INLINE void put(Seen seen, int t, vf weight, float* items) {
     vf scale = load_vector<vf>(scales + t);
     if (!seen.all(t)) scale = seen.keep(t, scale, 0);
-    store_pairs(items, t, (vi)multiply_add(weight * scale, spread(inverse), spread(ROUND)));
+    const vf scaled = weight * scale;
+    store_pairs(items, t, (vi)multiply_add(scaled, spread(inverse), spread(ROUND)));
+    // Without minima: 0, but NaN where a scale is, which no integer can tell.
     if constexpr (HAS_LOWS)
       minima = multiply_add(weight, seen.keep(t, load_vector<vf>(lows + t), 0), minima);
+    else
+      minima += scaled * 0.f;
   }
 };
 
