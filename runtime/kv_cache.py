@@ -173,10 +173,10 @@ class PagedCache(AttentionCache):
         wide: torch.dtype,
         library: ctypes.CDLL,
     ) -> None:
-        num_blocks, block_size, *heads = shape
+        num_blocks, block_size, kv_heads, head_dim = shape
         if block_size % TILE:
             raise UsageError(f"block_size={block_size}: native CPU kernels need a multiple of 16")
-        stored = KvForm(form.schemes.layers, wide, *heads, form.scales)
+        stored = KvForm(form.schemes.layers, wide, kv_heads, head_dim, form.scales)
         self.pages, self._library = KvPages(stored, num_blocks, block_size, num_tails), library
         tails = [] if self.pages.tails is None else [self.pages.tails]
         super().__init__(block_size, self.pages.blocks, tails)

@@ -176,9 +176,7 @@ def test_a_row_has_the_same_bits_in_any_company_chunk_and_number_of_threads(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_nan_that_a_row_may_see_reaches_its_result(
-    library: ctypes.CDLL, name: str
-) -> None:
+def test_a_nan_that_a_row_may_see_reaches_its_result(library: ctypes.CDLL, name: str) -> None:
     q, keys, values, layout = make_case([(1, 20)], 1, 1, 16, torch.float32)
     scope = AttentionScope(1.0)
     sound = Native(library, keys, values, name)

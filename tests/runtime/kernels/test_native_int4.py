@@ -1,4 +1,4 @@
-"""Native attention over pages whose keys share scales by channel: tail pages, sealed pages, bits."""
+"""Native attention over keys by channel: tail pages, sealed pages, the same bits however they come."""
 
 from __future__ import annotations
 

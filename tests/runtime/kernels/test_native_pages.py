@@ -63,7 +63,9 @@ def _pools(
     """What the other back ends make of the same rows."""
     scales = (_scales(scheme, shape[2]) or ((None, None),))[0]
     pools = []
-    for stored, rows, scale in zip((scheme.keys, scheme.values), (keys, values), scales, strict=True):
+    for stored, rows, scale in zip(
+        (scheme.keys, scheme.values), (keys, values), scales, strict=True
+    ):
         assert stored is not None
         pool = CodePool(stored, shape, CPU, scale)
         blocks = torch.arange(shape[0]).flip(0)
@@ -137,9 +139,7 @@ def test_a_page_is_stored_from_what_its_tail_page_held(level: str, wide: torch.d
 
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes_are_those_of_the_scheme(
-    level: str, shape: tuple[int, int], block_size: int
-) -> None:
+def test_bytes_are_those_of_the_scheme(level: str, shape: tuple[int, int], block_size: int) -> None:
     library = library_at(level)
     library.qt_block_bytes.restype = ctypes.c_int64
     for scheme in (WIDE, *SCHEMES.values()):
@@ -147,7 +147,9 @@ def test_bytes_are_those_of_the_scheme(
             form = KvForm((scheme,), wide, *shape)
             size = scheme.block_size(None if scheme.has_tails else block_size)
             found = library.qt_block_bytes(ctypes.byref(form.shape(0, size)))
-            assert found == form.block_bytes(0, size) == scheme.page_bytes(size, *shape, wide.itemsize)
+            assert (
+                found == form.block_bytes(0, size) == scheme.page_bytes(size, *shape, wide.itemsize)
+            )
 
 
 def test_capacity_is_what_the_schemes_promise() -> None:
