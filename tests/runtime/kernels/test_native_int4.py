@@ -1,4 +1,4 @@
-"""Native attention over keys by channel: tail pages, sealed pages, the same bits however they come."""
+"""Native attention over keys by channel: tail pages, sealed pages, the same bits in any chunks."""
 
 from __future__ import annotations
 
