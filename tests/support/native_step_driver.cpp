@@ -41,7 +41,7 @@ static uint8_t* aligned(size_t bytes) {
 // A batch of sequences on blocks of their own, in falling order.
 struct Sequences {
   std::vector<qt::Span> spans;
-  std::vector<int64_t> tables, tokens, positions;
+  std::vector<int64_t> tables, tokens;
   int64_t width = 0, blocks = 0, rows = 0;
 
   Sequences(int count, bool decode, int64_t block_size) {
@@ -54,16 +54,15 @@ struct Sequences {
     blocks = count * width;
     for (int64_t i = 0; i < blocks; i++) tables.push_back(blocks - 1 - i);
     for (int s = 0; s < count; s++)
-      for (int64_t i = spans[s].context - spans[s].length; i < spans[s].context; i++) {
-        tokens.push_back(random_below(50)), positions.push_back(i);
-      }
+      for (int64_t i = 0; i < spans[s].length; i++) tokens.push_back(random_below(50));
   }
 };
 
-// A layer's pages, all NaN, on blocks of `blocks`.
+// A layer's pages.
 struct Pages {
   qt::KvLayer layer = {};
   std::vector<uint8_t*> memory;
+  std::vector<int64_t> sizes;
   std::vector<float> scales;
 
   Pages(const KvShape& shape, int64_t blocks, int64_t tails) : scales(shape.kv_heads, 1.f / 256) {
@@ -71,14 +70,18 @@ struct Pages {
     layer = {shape, take(blocks * qt_block_bytes(&shape)), nullptr, qt_block_bytes(&tail),
              scales.data(), scales.data()};
     layer.tails = take(tails * layer.tail_stride);
+    fill(255);  // NaN where nothing is stored
   }
   ~Pages() {
     for (uint8_t* p : memory) free(p);
   }
   uint8_t* take(int64_t bytes) {
     memory.push_back(aligned(size_t(bytes)));
-    std::memset(memory.back(), 255, size_t(bytes));
+    sizes.push_back(bytes);
     return memory.back();
+  }
+  void fill(int byte) {
+    for (size_t i = 0; i < memory.size(); i++) std::memset(memory[i], byte, size_t(sizes[i]));
   }
 };
 
@@ -185,10 +188,7 @@ static bool steps_agree(int64_t kind, bool decode) {
     std::vector<std::unique_ptr<Pages>> pages;
     for (int i = 0; i < layers; i++) {
       pages.emplace_back(new Pages(shape, batch.blocks, int64_t(batch.spans.size())));
-      for (uint8_t* p : pages.back()->memory)
-        std::memset(p, 0, size_t(p == pages.back()->layer.tails
-                                     ? tails.size() * pages.back()->layer.tail_stride
-                                     : batch.blocks * qt_block_bytes(&shape)));
+      pages.back()->fill(0);
       parts.push_back({norm.data(), norm.data(), &qkv, &output, &gate_up, &down,
                        &pages.back()->layer, 0.25f, 0});
     }
@@ -197,11 +197,12 @@ static bool steps_agree(int64_t kind, bool decode) {
     logits[run].resize(batch.rows * vocab), tokens[run].resize(batch.rows);
     std::vector<int64_t> rows;
     for (int64_t i = 0; i < batch.rows; i++) rows.push_back(i);
-    qt::StepBatch step = {batch.tokens.data(), batch.positions.data(), batch.spans.data(),
+    qt::StepBatch step = {batch.tokens.data(), batch.spans.data(),
                           batch.tables.data(), tails.data(), rows.data(), logits[run].data(), nullptr, batch.rows, int64_t(batch.spans.size()), batch.width, batch.rows};
     void* workspace = qt_workspace_new();
     qt_step(&model, &step, workspace);
     std::vector<float> best(batch.rows);
+    for (auto& p : pages) p->fill(0);  // a tail page has the last rows' page by now
     step.out = best.data(), step.likeliest = tokens[run].data();
     qt_step(&model, &step, workspace);
     qt_workspace_free(workspace);

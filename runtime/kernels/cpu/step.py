@@ -40,8 +40,6 @@ class StepLayout(AttentionLayout, Protocol):
     @property
     def token_ids(self) -> Tensor: ...
     @property
-    def positions(self) -> Tensor: ...
-    @property
     def logit_rows(self) -> Tensor: ...
     @property
     def tails(self) -> tuple[int, ...]: ...
@@ -75,7 +73,7 @@ class _Model(ctypes.Structure):
 
 class _Batch(ctypes.Structure):
     _fields_ = [
-        *_pointers("token_ids", "positions", "spans", "block_tables", "tails", "logit_rows"),
+        *_pointers("token_ids", "spans", "block_tables", "tails", "logit_rows"),
         *_pointers("out", "likeliest"),
         *_numbers("rows", "num_spans", "table_width", "num_logits"),
     ]
@@ -168,7 +166,6 @@ class NativeStep:
         spans = (ctypes.c_int64 * len(numbers))(*numbers)
         struct = _Batch(
             batch.token_ids.data_ptr(),
-            batch.positions.data_ptr(),
             ctypes.addressof(spans),
             batch.block_tables.data_ptr(),
             None if tails is None else tails.data_ptr(),

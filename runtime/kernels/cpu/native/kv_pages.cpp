@@ -11,19 +11,24 @@ uint16_t* halves(uint8_t* p) { return reinterpret_cast<uint16_t*>(p); }
 
 // Byte of a code of 8 bits: neighbour i of a column, in a row of words. Of e4m3 a vector's words have
 // neighbours 0 and 2 of all its columns in front of 1 and 3: halves of a vector become floats.
-int code_place(Word word, int column, int i) {
-  if (word == Word::INT8) return column * 4 + byte_of(i);
+template <Word WORD>
+int code_place(int column, int i) {
+  if (WORD == Word::INT8) return column * 4 + byte_of(i);
   return column / WIDTH * VECTOR_BYTES + i % 2 * (VECTOR_BYTES / 2) + column % WIDTH * 2 + i / 2;
 }
 
-void put_key_codes(Word word, uint8_t* words, int lane, int d, const uint32_t* codes) {
-  for (int i = 0; i < LANES; i++)
-    words[(d + i) / 4 * TILE * 4 + code_place(word, lane, i % 4)] = uint8_t(codes[i]);
+template <Word WORD>
+void put_key_codes(uint8_t* words, int lane, int d, const uint32_t* codes) {
+  for (int i = 0; i < LANES; i += 4) {
+    uint8_t* to = words + (d + i) / 4 * TILE * 4;
+    for (int n = 0; n < 4; n++) to[code_place<WORD>(lane, n)] = uint8_t(codes[i + n]);
+  }
 }
 
-void put_value_codes(Word word, uint8_t* words, int D, int lane, int d, const uint32_t* codes) {
+template <Word WORD>
+void put_value_codes(uint8_t* words, int D, int lane, int d, const uint32_t* codes) {
   uint8_t* to = words + lane / 4 * D * 4;
-  for (int i = 0; i < LANES; i++) to[code_place(word, d + i, lane % 4)] = uint8_t(codes[i]);
+  for (int i = 0; i < LANES; i++) to[code_place<WORD>(d + i, lane % 4)] = uint8_t(codes[i]);
 }
 
 void put_value_nibbles(uint8_t* words, int D, int lane, int d, const uint32_t* codes) {
@@ -50,12 +55,21 @@ float put_scale(const KvPart& part, const float* x, int D, uint16_t* scale, cons
   return from_half(*scale);
 }
 
-template <class Put>
-void put_8bit(const KvPart& part, const float* x, int D, float scale, Put put) {
-  if (part.word == Word::FP8)
-    each_16(x, D, [&](f32x16 v) { return codes_fp8(v, scale); }, put);
-  else
-    each_16(x, D, [&](f32x16 v) { return codes_int8(v, scale); }, put);
+template <Word WORD>
+u32x16 codes_8bit(f32x16 x, float scale) {
+  return WORD == Word::FP8 ? codes_fp8(x, scale) : codes_int8(x, scale);
+}
+
+template <Word WORD>
+void put_key(uint8_t* words, int lane, const float* key, int D, float scale) {
+  each_16(key, D, [&](f32x16 x) { return codes_8bit<WORD>(x, scale); },
+          [&](int d, const uint32_t* codes) { put_key_codes<WORD>(words, lane, d, codes); });
+}
+
+template <Word WORD>
+void put_value(uint8_t* words, int lane, const float* value, int D, float scale) {
+  each_16(value, D, [&](f32x16 x) { return codes_8bit<WORD>(x, scale); },
+          [&](int d, const uint32_t* codes) { put_value_codes<WORD>(words, D, lane, d, codes); });
 }
 
 void store_groups(const KvShape& shape, uint8_t* tile, const PageLayout& at, int lane,
@@ -82,14 +96,13 @@ void store_codes(const KvLayer& layer, int64_t head, uint8_t* tile, int lane, co
   const int D = int(shape.head_dim);
   float scale = put_scale(form.keys, key, D, halves(tile + at.key_grid) + lane,
                           layer.key_scales + head);
-  put_8bit(form.keys, key, D, scale, [&](int d, const uint32_t* codes) {
-    put_key_codes(form.keys.word, tile + at.keys, lane, d, codes);
-  });
+  const auto put_keys = form.keys.word == Word::FP8 ? put_key<Word::FP8> : put_key<Word::INT8>;
+  put_keys(tile + at.keys, lane, key, D, scale);
   if (form.values.sharing == Sharing::GROUP) return store_groups(shape, tile, at, lane, value);
   scale = put_scale(form.values, value, D, halves(tile) + lane, layer.value_scales + head);
-  put_8bit(form.values, value, D, scale, [&](int d, const uint32_t* codes) {
-    put_value_codes(form.values.word, tile + at.values, D, lane, d, codes);
-  });
+  const auto put_values =
+      form.values.word == Word::FP8 ? put_value<Word::FP8> : put_value<Word::INT8>;
+  put_values(tile + at.values, lane, value, D, scale);
 }
 
 void store_fp32(int D, float* tile, int lane, const float* key, const float* value) {
@@ -154,8 +167,8 @@ void mark_unknown(const PageLayout& at, int head_dim, const uint8_t* tile, float
     for (int d = 0; d < head_dim; d++) {
       const uint8_t *key = tile + at.keys + d / 4 * TILE * 4;
       const uint8_t *value = tile + at.values + token / 4 * head_dim * 4;
-      if (unknown(key[code_place(Word::FP8, token, d % 4)])) keys[token] = NAN;
-      if (unknown(value[code_place(Word::FP8, d, token % 4)])) values[token] = NAN;
+      if (unknown(key[code_place<Word::FP8>(token, d % 4)])) keys[token] = NAN;
+      if (unknown(value[code_place<Word::FP8>(d, token % 4)])) values[token] = NAN;
     }
 }
 

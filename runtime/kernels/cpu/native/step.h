@@ -36,8 +36,7 @@ struct Model {
 };
 
 struct StepBatch {
-  const int64_t* token_ids;  // [rows]
-  const int64_t* positions;
+  const int64_t* token_ids;     // [rows]
   const Span* spans;            // [num_spans], rows in order
   const int64_t* block_tables;  // [num_spans][table_width]
   const int64_t* tails;         // [num_spans]: tail pages; or null
