@@ -1,6 +1,7 @@
 """Ways to keep keys and values, side by side on one decoder's weights.
 
-The layers run one by one for all of them, so that nothing but what the cache holds differs.
+The same code runs all of them, so that nothing but what the cache holds differs: what the engine
+runs, or where eviction is among them, which native kernels do not count votes for, torch.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ def cache_cases(
     Raises:
         UsageError: no form of a name, or a budget that :func:`eviction_rule` refuses.
     """
-    plain = layer_by_layer(model.decoder)
+    voted = budget is not None
+    plain = layer_by_layer(model.decoder) if voted else model.decoder
     cases = list[CacheCase]()
     for asked in forms:
         form, notes = choose_cache(asked, model.kv_scales, model.decoder, model.kv_plan)
         name = asked if isinstance(asked, str) else asked.name
-        cases.append(CacheCase(name, replace(plain, kv=form), notes=notes))
+        cases.append(CacheCase(name, replace(plain, kv=replace(form, voted=voted)), notes=notes))
     if budget is None:
         return cases
     return cases + [_evicting(case, budget, longest) for case in cases]
@@ -70,5 +72,5 @@ def _evicting(case: CacheCase, budget: int, longest: int) -> CacheCase:
 
 
 def layer_by_layer(decoder: Decoder) -> Decoder:
-    """The same weights without the native step, which reads two of the forms only."""
+    """The same weights without the native step."""
     return Decoder(**{field.name: getattr(decoder, field.name) for field in fields(Decoder)})

@@ -18,7 +18,7 @@ from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
 from qtool.runtime.cache_cases import layer_by_layer
 from qtool.runtime.evaluate import CHUNK
-from qtool.runtime.kv_cache import CacheForm, LayerCache
+from qtool.runtime.kv_cache import AttentionCache, CacheForm
 from qtool.runtime.kv_schemes import WIDE, LayerSchemes, kv_scheme
 from qtool.runtime.model import Decoder
 from qtool.runtime.window_run import WindowRun
@@ -89,7 +89,7 @@ def _run_reference(decoder: Decoder, window: list[int], every: int) -> _Referenc
     starts = range(0, len(window) - 1, CHUNK)
     spans = [(start, min(start + CHUNK, len(window) - 1)) for start in starts]
     run, inputs, log_probs = WindowRun(decoder, window), list[list[Tensor]](), list[Tensor]()
-    assert isinstance(run.cache, LayerCache)
+    assert isinstance(run.cache, AttentionCache)
     for span in spans:
         with run.chunk(*span) as whole:
             batch = _scored(whole, every)
@@ -105,7 +105,7 @@ def _run_reference(decoder: Decoder, window: list[int], every: int) -> _Referenc
 def _loss(decoder: Decoder, layer: int, window: list[int], reference: _Reference) -> float:
     """Mean KL over the window, of a decoder that differs from the reference from ``layer`` on."""
     run, total = WindowRun(decoder, window), 0.0
-    assert isinstance(run.cache, LayerCache)
+    assert isinstance(run.cache, AttentionCache)
     rest = range(layer, len(decoder.layers))
     for span, stream, log_p in zip(
         reference.spans, reference.inputs, reference.log_probs, strict=True

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qtool.errors import UsageError
 from qtool.runtime.attention_votes import AttentionVotes
 from qtool.runtime.batch import Batch
 from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.kernels.backend import AttentionScope, Backend
-from qtool.runtime.kernels.cpu.memory import huge_zeros
+from qtool.runtime.kernels.cpu.kv_attention import LayerCall
+from qtool.runtime.kernels.cpu.kv_pages import TILE, KvForm, KvPages
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
@@ -26,10 +30,13 @@ class CacheForm:
     Attributes:
         scales: of a checkpoint, by layer: keys' and values', float32 [1] or [num_kv_heads, 1];
             empty where the schemes have their own.
+        voted: whether it is counted how much attention blocks are given, for eviction; native
+            kernels do not.
     """
 
     schemes: LayerSchemes
     scales: tuple[tuple[Tensor, Tensor], ...] = ()
+    voted: bool = False
 
     @classmethod
     def uniform(cls, scheme: KVScheme, num_layers: int) -> CacheForm:
@@ -67,8 +74,33 @@ def _copy(pools: list[Tensor], copies: Iterable[BlockCopy]) -> None:
             pool[copy.dst].copy_(pool[copy.src])
 
 
-class LayerCache(BlockPools):
-    """A cache that a decoder reads layer by layer.
+class AttentionCache(BlockPools, ABC):
+    """A cache that a decoder reads layer by layer."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: Batch,
+        scope: AttentionScope,
+        backend: Backend,
+    ) -> Tensor:
+        """Store the batch's rows of one layer, and let its queries see what is stored.
+
+        Args:
+            q: [T, num_heads, head_dim], rotated.
+            keys, values: [T, num_kv_heads, head_dim], keys rotated.
+
+        Returns:
+            [T, num_heads, head_dim].
+        """
+
+
+class LayerCache(AttentionCache):
+    """A part a layer, each in a form of its own, on torch.
 
     Args:
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
@@ -125,15 +157,7 @@ class LayerCache(BlockPools):
         scope: AttentionScope,
         backend: Backend,
     ) -> Tensor:
-        """Store the batch's rows of one layer, and let its queries see what is stored.
-
-        Args:
-            q: [T, num_heads, head_dim], rotated.
-            keys, values: [T, num_kv_heads, head_dim], keys rotated.
-
-        Returns:
-            [T, num_heads, head_dim].
-        """
+        """See :meth:`AttentionCache.attend`."""
         if self._batch is None or self._batch.batch is not batch:
             self._batch = SegmentedBatch(batch, self.block_size)
         out = self.layers[layer].attend(q, keys, values, self._batch, scope, backend)
@@ -149,17 +173,48 @@ class LayerCache(BlockPools):
 
 def new_evictor(rule: EvictionRule, cache: BlockPools) -> Evictor:
     """One that drops what is given the least attention, which ``cache`` counts from now on."""
-    assert isinstance(cache, LayerCache), "where blocks are evicted, decoders run layer by layer"
+    assert isinstance(cache, LayerCache), "the form of the cache is not to be voted"
     return Evictor(rule, cache.count_votes().weigh)
 
 
-class PagedCache(BlockPools):
-    """Keys and values in the form of native kernels.
+class PagedCache(AttentionCache):
+    """Keys and values in the pages of native CPU kernels: for a whole step, or layer by layer.
 
-    Attributes:
-        pages: uint8 [layers, num_blocks, bytes of a layer's block].
+    Args:
+        shape: (num_blocks, block_size, num_kv_heads, head_dim).
+        num_tails: tail pages, where any layer keeps them.
+        wide: the dtype of what is kept as it was computed: float32 or bfloat16.
+
+    Raises:
+        UsageError: a block that is not made of whole tiles.
     """
 
-    def __init__(self, layers: int, num_blocks: int, block_size: int, page_bytes: int) -> None:
-        self.pages = huge_zeros(layers * num_blocks * page_bytes).view(layers, num_blocks, -1)
-        super().__init__(block_size, list(self.pages))
+    def __init__(
+        self,
+        form: CacheForm,
+        shape: tuple[int, int, int, int],
+        num_tails: int,
+        wide: torch.dtype,
+        library: ctypes.CDLL,
+    ) -> None:
+        num_blocks, block_size, kv_heads, head_dim = shape
+        if block_size % TILE:
+            raise UsageError(f"block_size={block_size}: native CPU kernels need a multiple of 16")
+        stored = KvForm(form.schemes.layers, wide, kv_heads, head_dim, form.scales)
+        self.pages, self._library = KvPages(stored, num_blocks, block_size, num_tails), library
+        tails = [] if self.pages.tails is None else [self.pages.tails]
+        super().__init__(block_size, self.pages.blocks, tails)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: Batch,
+        scope: AttentionScope,
+        backend: Backend,
+    ) -> Tensor:
+        """See :meth:`AttentionCache.attend`."""
+        call = LayerCall(self.pages, layer, q, (keys, values), batch, batch.tails, scope)
+        return call.run(self._library).to(q.dtype)

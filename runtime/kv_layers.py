@@ -1,7 +1,8 @@
 """One layer's keys and values in a paged pool: what is stored, and attention over it.
 
-Codes run on torch: the pages that a batch sees are decoded to the compute dtype, and the back end's
-own attention runs over them. That takes the memory of one layer's context in 16 bits while it runs.
+Codes run on torch here: the pages that a batch sees are decoded to the compute dtype, and the back
+end's own attention runs over them. That takes the memory of one layer's context in 16 bits while it
+runs.
 """
 
 from __future__ import annotations

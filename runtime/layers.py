@@ -10,7 +10,7 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import Activation, DecoderConfig
 from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp
-from qtool.runtime.kv_cache import LayerCache
+from qtool.runtime.kv_cache import AttentionCache
 from qtool.runtime.rotary import RotaryRows, rotate
 
 
@@ -36,7 +36,7 @@ class Attention:
         rotary: tuple[RotaryRows, ...],
         layer: int,
         batch: Batch,
-        cache: LayerCache,
+        cache: AttentionCache,
         config: DecoderConfig,
         backend: Backend,
     ) -> Tensor:
@@ -113,7 +113,7 @@ class DecoderLayer:
         rotary: tuple[RotaryRows, ...],
         layer: int,
         batch: Batch,
-        cache: LayerCache,
+        cache: AttentionCache,
         config: DecoderConfig,
         backend: Backend,
     ) -> Tensor:

@@ -116,7 +116,9 @@ def _operations(model: LoadedModel, *, evicts: bool) -> Iterator[PlannedPart]:
         backend, why = backend.plain, "the decoder does not run as one native call a step"
     layers = decoder.config.num_layers
     attention, reason = backend.attention_kernel, why
-    if not isinstance(decoder, NativeDecoder) and not decoder.kv.schemes.is_wide:
+    if decoder.has_native_attention and not isinstance(decoder, NativeDecoder):
+        attention, reason = "native, paged, a call a layer", model.reason
+    elif not decoder.has_native_attention and not decoder.kv.schemes.is_wide:
         attention += ", over pages decoded layer by layer"
         if not evicts:
             reason = (

@@ -20,10 +20,10 @@ from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import CacheForm
-from qtool.runtime.kv_schemes import FOLLOW, FP8, FP8_STATIC, INT8, WIDE, LayerSchemes, kv_scheme
+from qtool.runtime.kv_schemes import FOLLOW, FP8, FP8_STATIC, WIDE, LayerSchemes, kv_scheme
 from qtool.runtime.loader import load_decoder
 from qtool.runtime.model import Decoder
-from qtool.runtime.native_decoder import NativeDecoder, compile_decoder, why_not_native
+from qtool.runtime.native_decoder import compile_decoder, why_not_native
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.rotary import scaling_notes
 from qtool.runtime.self_check import self_check
@@ -113,8 +113,7 @@ def load_model(
         refuse_notes(notes)
     if options.self_check and (probe := read_probe(folder)) is not None:
         # A coarse cache would hide what the probe looks for: damaged files and wrong products.
-        checked = decoder if isinstance(decoder, NativeDecoder) else plain
-        self_check(checked, probe, coarsest_compute(checked, form), length)
+        self_check(replace(decoder, kv=plain.kv), probe, coarsest_compute(decoder), length)
     return LoadedModel(
         folder,
         decoder,
@@ -201,10 +200,10 @@ def _by_head(scales: KvScales, device: torch.device) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def coarsest_compute(decoder: Decoder, form: CacheForm) -> str:
-    """What rounds most on the way through a decoder: its dtype, native products, or the cache."""
+def coarsest_compute(decoder: Decoder) -> str:
+    """What rounds most on the way through a decoder with a wide cache: dtype, or products."""
     products = decoder.backend.compute if isinstance(decoder.backend, NativeBackend) else ""
-    if "int8" in (products, form.schemes.name):
+    if products == "int8":
         return "int8"
     return "bfloat16" if products == "bf16" else str(decoder.dtype).removeprefix("torch.")
 
@@ -212,12 +211,8 @@ def coarsest_compute(decoder: Decoder, form: CacheForm) -> str:
 def choose_form(decoder: Decoder, form: CacheForm) -> tuple[Decoder, tuple[str, ...]]:
     """One native call a step where that is possible, and a note where it was expected."""
     obstacle = why_not_native(decoder)
-    int8 = all(scheme is INT8 for scheme in form.schemes.layers)
-    if obstacle is None and not (int8 or form.schemes.is_wide):
-        obstacle = f"native kernels read no cache of the form {form.schemes.name}"
     if obstacle is None:
-        wide = torch.bfloat16 if decoder.dtype == torch.bfloat16 else torch.float32
-        return compile_decoder(decoder, torch.uint8 if int8 else wide), ()
+        return compile_decoder(decoder, form), ()
     expected = isinstance(decoder.backend, NativeBackend)
     note = f"the decoder does not run as one native call a step: {obstacle}"
     return replace(decoder, kv=form), (note,) if expected else ()
@@ -228,7 +223,8 @@ def evicting_form(decoder: Decoder, form: CacheForm) -> tuple[Decoder, tuple[str
     # SmolLM2-135M, one request: 74 ms a token, and 21 ms in native calls.
     cost = "a token of a small model then takes 3 to 4 times as long"
     note = f"the decoder does not run as one native call a step: {EVICTION_OBSTACLE}; {cost}"
-    return replace(decoder, kv=form), () if why_not_native(decoder) else (note,)
+    voted = replace(decoder, kv=replace(form, voted=True))
+    return voted, () if why_not_native(decoder) else (note,)
 
 
 def refuse_notes(notes: Iterable[str]) -> None:

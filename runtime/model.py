@@ -10,7 +10,9 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp
-from qtool.runtime.kv_cache import BlockPools, CacheForm, LayerCache
+from qtool.runtime.kernels.cpu.kv_pages import takes
+from qtool.runtime.kernels.cpu.native_backend import NativeBackend
+from qtool.runtime.kv_cache import AttentionCache, BlockPools, CacheForm, LayerCache, PagedCache
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
 
@@ -44,6 +46,18 @@ class Decoder:
         return self.backend.dtype
 
     @property
+    def has_native_attention(self) -> bool:
+        """Whether native CPU kernels store and read the cache, of whatever form."""
+        known = self.dtype in (torch.float32, torch.bfloat16)
+        native = isinstance(self.backend, NativeBackend) and not self.kv.voted
+        return native and known and takes(self.kv.schemes.layers, self.config.head_dim)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values where a scheme keeps them as they are computed."""
+        return self.backend.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where it runs."""
         return self.backend.device
@@ -59,7 +73,7 @@ class Decoder:
     def kv_cache_dtype(self) -> str:
         """How keys and values are stored."""
         if self.kv.schemes.is_wide:
-            return str(self.dtype).removeprefix("torch.")
+            return str(self.kv_dtype).removeprefix("torch.")
         return self.kv.schemes.description
 
     @property
@@ -67,29 +81,34 @@ class Decoder:
         """Memory that one token's keys and values take, scales included, tail pages not."""
         config, size = self.config, self.kv.schemes.block_size(None)
         page = self.kv.schemes.page_bytes(
-            size, config.num_kv_heads, config.head_dim, self.dtype.itemsize
+            size, config.num_kv_heads, config.head_dim, self.kv_dtype.itemsize
         )
         return -(-page // size)
 
     @property
     def kv_tail_bytes(self) -> int:
         """Memory of a running sequence's unfinished page, where the form keeps it aside; or 0."""
-        config = self.config
-        return self.kv.schemes.tail_bytes(config.num_kv_heads, config.head_dim, self.dtype.itemsize)
+        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
+        return self.kv.schemes.tail_bytes(heads, head_dim, self.kv_dtype.itemsize)
 
     def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
         """An empty cache of the kind :meth:`forward` reads.
 
         Args:
             num_tails: sequences that may run at a time, where the form has tail pages.
+
+        Raises:
+            UsageError: blocks that native kernels do not take.
         """
         shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
+        if self.has_native_attention and isinstance(self.backend, NativeBackend):
+            return PagedCache(self.kv, shape, num_tails, self.kv_dtype, self.backend.library)
         return LayerCache(self.kv, shape, num_tails, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
-        assert isinstance(cache, LayerCache)
+        assert isinstance(cache, AttentionCache)
         x = self.run_layers(self.embed(batch), range(len(self.layers)), batch, cache)
         return self.logits(x, batch)
 
@@ -102,7 +121,7 @@ class Decoder:
         return self.embedding[batch.token_ids].float() * self.config.embedding_scale
 
     @torch.inference_mode()
-    def run_layers(self, x: Tensor, span: range, batch: Batch, cache: LayerCache) -> Tensor:
+    def run_layers(self, x: Tensor, span: range, batch: Batch, cache: AttentionCache) -> Tensor:
         """Some layers one after the other, float32 [T, hidden]; their caches gain the rows."""
         rotary = tuple(table.rows(batch.positions) for table in self.rotary)
         for index in span:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.cpu.kv_pages import takes_heads
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kernels.cpu.native_ops import BLOCK, NativeLinear
-from qtool.runtime.kernels.cpu.step import MAX_HEAD_DIM, TILE, LayerOps, NativeStep, StepModel
-from qtool.runtime.kv_cache import BlockPools, PagedCache
+from qtool.runtime.kernels.cpu.step import LayerOps, NativeStep, StepModel
+from qtool.runtime.kv_cache import BlockPools, CacheForm, PagedCache
 from qtool.runtime.layers import DecoderLayer, Mlp
 from qtool.runtime.model import Decoder, soft_cap
 from qtool.runtime.rotary import Rotary
@@ -28,39 +28,20 @@ class NativeDecoder(Decoder):
     step: NativeStep
 
     @property
-    def kv_cache_dtype(self) -> str:
-        """How keys and values are stored."""
-        stored = self.step.kv_dtype
-        if stored == torch.uint8:
-            return "int8, a scale a token and head"
-        return str(stored).removeprefix("torch.")
+    def has_native_attention(self) -> bool:
+        """Always."""
+        return True
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Memory that one token's keys and values take."""
-        return self.config.num_layers * self.step.page_bytes(TILE) // TILE
-
-    @property
-    def kv_tail_bytes(self) -> int:
-        """There are no tail pages."""
-        return 0
-
-    def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
-        """An empty cache.
-
-        Raises:
-            UsageError: a block that is not made of whole tiles.
-        """
-        if block_size % TILE:
-            raise UsageError(f"block_size={block_size}: native CPU kernels need a multiple of 16")
-        page_bytes = self.step.page_bytes(block_size)
-        return PagedCache(self.config.num_layers, num_blocks, block_size, page_bytes)
+    def kv_dtype(self) -> torch.dtype:
+        """See :attr:`Decoder.kv_dtype`; the kernels have no float16."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
         assert isinstance(cache, PagedCache)
-        out = self.step.run(batch, cache.pages, cache.block_size)
+        out = self.step.run(batch, cache.pages)
         logits = out if isinstance(self.head, NativeLinear) else self.head(out)
         return soft_cap(logits, self.config.final_softcap)
 
@@ -70,7 +51,7 @@ class NativeDecoder(Decoder):
         assert isinstance(cache, PagedCache)
         if not isinstance(self.head, NativeLinear) or self.config.final_softcap is not None:
             return Decoder.likeliest(self, batch, cache)
-        return self.step.run_likeliest(batch, cache.pages, cache.block_size)
+        return self.step.run_likeliest(batch, cache.pages)
 
 
 def why_not_native(decoder: Decoder) -> str | None:
@@ -84,7 +65,7 @@ def why_not_native(decoder: Decoder) -> str | None:
     if others:
         return f"{len(others)} linears have no native kernel, the first is {others[0]}"
     head_dim = decoder.config.head_dim
-    if head_dim % TILE or head_dim > MAX_HEAD_DIM:
+    if not takes_heads(head_dim):
         return f"head_dim is {head_dim}; the native attention takes multiples of 16 up to 256"
     width = decoder.config.intermediate_size
     if width % BLOCK:
@@ -111,21 +92,22 @@ def _lacking(config: DecoderConfig) -> Iterator[str]:
     return (name for name, needed in needs.items() if needed)
 
 
-def compile_decoder(decoder: Decoder, kv_dtype: torch.dtype) -> NativeDecoder:
+def compile_decoder(decoder: Decoder, form: CacheForm) -> NativeDecoder:
     """The same model as one native call a step.
 
     Args:
         decoder: one for which :func:`why_not_native` finds nothing.
-        kv_dtype: float32 or bfloat16; uint8 for 8 bits a value.
+        form: how keys and values are stored.
     """
     backend = decoder.backend
     assert isinstance(backend, NativeBackend)
-    step = NativeStep(backend.library, _describe(decoder, kv_dtype))
-    parts = {field.name: getattr(decoder, field.name) for field in fields(Decoder)}
+    step = NativeStep(backend.library, _describe(decoder))
+    stored = replace(decoder, kv=form)
+    parts = {field.name: getattr(stored, field.name) for field in fields(Decoder)}
     return NativeDecoder(**parts, step=step)
 
 
-def _describe(decoder: Decoder, kv_dtype: torch.dtype) -> StepModel:
+def _describe(decoder: Decoder) -> StepModel:
     config = decoder.config
     positions = decoder.rotary[0].cos.shape[0]
     # In bfloat16 the table has 8 bits, an angle's error of half a percent; here it costs nothing.
@@ -143,7 +125,6 @@ def _describe(decoder: Decoder, kv_dtype: torch.dtype) -> StepModel:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         norm_eps=config.norm_eps,
-        kv_dtype=kv_dtype,
     )
 
 

@@ -113,12 +113,15 @@ class TestNative:
         assert torch.kernel.startswith("torch") and "FP8" in torch.why and "torch" in torch.why
         assert native.kernel.startswith("native fp32") and native.why == plan.backend_reason
 
-    def test_attention_under_native_linears_says_that_torch_runs_it(
-        self, model_factory: Callable[..., Path]
+    @pytest.mark.parametrize("name", ["auto", "int4"])
+    def test_native_attention_runs_layer_by_layer_where_the_step_lacks_something(
+        self, model_factory: Callable[..., Path], name: str
     ) -> None:
-        plan = _plan(model_factory(**FAMILY_VARIANTS["qwen3"]), cpu_compute="fp32")
-        (attention,) = (part for part in plan.parts if part.part == "attention")
-        assert attention.kernel == "torch SDPA" and "native call" in attention.why
+        folder = model_factory(**FAMILY_VARIANTS["qwen3"])
+        plan = _plan(folder, cpu_compute="fp32", kv_cache_dtype=name)
+        parts = {part.part: part for part in plan.parts}
+        assert parts["attention"].kernel == "native, paged, a call a layer"
+        assert parts["norm"].kernel.startswith("torch") and "native call" in parts["norm"].why
         assert any("native step has no norm of queries" in note for note in plan.notes)
 
 

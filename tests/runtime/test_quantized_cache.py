@@ -30,6 +30,7 @@ from qtool.runtime.kv_schemes import (
     LayerSchemes,
 )
 from qtool.runtime.loaded_model import LoadedModel, choose_cache, load_model
+from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput
 from qtool.runtime.request import Request
@@ -38,6 +39,7 @@ from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence as Tokens
 from qtool.runtime.tokenizer import Tokenizer
 from support.caches import ref_stored
+from support.native import LEVELS
 
 CPU = torch.device("cpu")
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.keys is not None]
@@ -154,18 +156,32 @@ class TestAttention:
             torch.testing.assert_close(torch.cat(parts).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def _load(folder: Path, schemes: LayerSchemes) -> LoadedModel:
-    loaded = load_model(folder, ModelOptions(device="cpu", dtype="fp32", backend="reference"))
+# What runs a decoder: torch, or native code, a step in one call.
+BACKENDS = {
+    "reference": {"backend": "reference"},
+    **({"native": {"cpu_compute": "fp32"}} if LEVELS else {}),
+}
+
+
+def _load(folder: Path, backend: str, schemes: LayerSchemes) -> LoadedModel:
+    options = ModelOptions(device="cpu", dtype="fp32", **BACKENDS[backend])  # type: ignore[arg-type]
+    loaded = load_model(folder, options)
+    assert isinstance(loaded.decoder, NativeDecoder) == (backend == "native")
     return replace(loaded, decoder=replace(loaded.decoder, kv=CacheForm(schemes)))
 
 
-@pytest.fixture(scope="module", params=[*QUANTIZED, "mixed"])
+@pytest.fixture(
+    scope="module",
+    params=[(b, name) for b in BACKENDS for name in (*QUANTIZED, MIXED.name)],
+    ids=lambda param: ", ".join(param),
+)
 def model(
     request: pytest.FixtureRequest, tiny_model_folder: Path, model_factory: Callable[..., Path]
 ) -> LoadedModel:
-    if request.param == "mixed":
-        return _load(model_factory(layers=len(MIXED.layers)), MIXED)
-    return _load(tiny_model_folder, LayerSchemes.uniform(SCHEMES[request.param], 2))
+    backend, name = request.param
+    if name == MIXED.name:
+        return _load(model_factory(layers=len(MIXED.layers)), backend, MIXED)
+    return _load(tiny_model_folder, backend, LayerSchemes.uniform(SCHEMES[name], 2))
 
 
 def _run(model: LoadedModel, ids: Sequence[int], sizes: Sequence[int], fill: int) -> Tensor:
@@ -192,8 +208,8 @@ def test_the_bits_do_not_depend_on_chunks_nor_on_what_the_pool_held(model: Loade
 
 
 def test_it_differs_from_a_wide_cache_and_not_by_much(model: LoadedModel) -> None:
-    layers = len(model.decoder.layers)
-    wide = _load(model.folder, LayerSchemes.uniform(WIDE, layers))
+    backend = "native" if isinstance(model.decoder, NativeDecoder) else "reference"
+    wide = _load(model.folder, backend, LayerSchemes.uniform(WIDE, len(model.decoder.layers)))
     ids = _ids(200, seed=1)
     exact, found = (_run(m, ids, [200], ZERO_BYTE) for m in (wide, model))
     error = float((found - exact).norm() / exact.norm())
@@ -201,6 +217,12 @@ def test_it_differs_from_a_wide_cache_and_not_by_much(model: LoadedModel) -> Non
     assert 1e-4 < error < most[model.decoder.kv.schemes.name]
     if model.decoder.kv.schemes.name == "int4":
         assert torch.equal(found[:64], exact[:64])
+
+
+def _asked(model: LoadedModel) -> str:
+    """The option that has the blocks of a model's cache."""
+    name = model.decoder.kv.schemes.name
+    return "int4" if name == MIXED else name
 
 
 def _engine(model: LoadedModel, blocks: int, fill: int, **settings: int) -> Engine:

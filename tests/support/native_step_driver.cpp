@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "step.h"
@@ -40,7 +41,7 @@ static uint8_t* aligned(size_t bytes) {
 // A batch of sequences on blocks of their own, in falling order.
 struct Sequences {
   std::vector<qt::Span> spans;
-  std::vector<int64_t> tables, tokens, positions, slots;
+  std::vector<int64_t> tables, tokens;
   int64_t width = 0, blocks = 0, rows = 0;
 
   Sequences(int count, bool decode, int64_t block_size) {
@@ -53,46 +54,84 @@ struct Sequences {
     blocks = count * width;
     for (int64_t i = 0; i < blocks; i++) tables.push_back(blocks - 1 - i);
     for (int s = 0; s < count; s++)
-      for (int64_t i = spans[s].context - spans[s].length; i < spans[s].context; i++) {
-        tokens.push_back(random_below(50)), positions.push_back(i);
-        slots.push_back(slot(s, i, block_size));
-      }
-  }
-  int64_t slot(int s, int64_t position, int64_t block_size) const {
-    return tables[s * width + position / block_size] * block_size + position % block_size;
+      for (int64_t i = 0; i < spans[s].length; i++) tokens.push_back(random_below(50));
   }
 };
 
+// A layer's pages.
+struct Pages {
+  qt::KvLayer layer = {};
+  std::vector<uint8_t*> memory;
+  std::vector<int64_t> sizes;
+  std::vector<float> scales;
+
+  Pages(const KvShape& shape, int64_t blocks, int64_t tails) : scales(shape.kv_heads, 1.f / 256) {
+    const KvShape tail = shape.tail();
+    layer = {shape, take(blocks * qt_block_bytes(&shape)), nullptr, qt_block_bytes(&tail),
+             scales.data(), scales.data()};
+    layer.tails = take(tails * layer.tail_stride);
+    fill(255);  // NaN where nothing is stored
+  }
+  ~Pages() {
+    for (uint8_t* p : memory) free(p);
+  }
+  uint8_t* take(int64_t bytes) {
+    memory.push_back(aligned(size_t(bytes)));
+    sizes.push_back(bytes);
+    return memory.back();
+  }
+  void fill(int byte) {
+    for (size_t i = 0; i < memory.size(); i++) std::memset(memory[i], byte, size_t(sizes[i]));
+  }
+};
+
+// A page of tokens where keys share scales by channel, or else one or two tiles.
+static int64_t some_block_size(int64_t kind) {
+  return kind == qt::KV_INT4 ? qt::PAGE : 16 * (1 + random_below(2));
+}
+
 // The largest error of attention, relative to 1.
 static double attention_error(int64_t kind) {
-  const int64_t D = 16 * (1 + random_below(6)), kv_heads = 1 + random_below(3);
-  const int64_t heads = kv_heads * (1 + random_below(14)), block_size = 16 * (1 + random_below(2));
-  const KvShape shape = {kind, block_size, kv_heads, D};
+  const int64_t D = 16 * (1 + random_below(9)), kv_heads = 1 + random_below(3);
+  const int64_t heads = kv_heads * (1 + random_below(14)), block_size = some_block_size(kind);
+  const KvShape shape = {kind, int64_t(random_below(2)), block_size, kv_heads, D};
   const Sequences batch(1 + int(random_below(5)), random_below(2), block_size);
-  const size_t page_bytes = size_t(block_size / 16 * kv_heads * qt_tile_bytes(&shape));
-  uint8_t* pages = aligned(batch.blocks * page_bytes);
-  std::memset(pages, 255, batch.blocks * page_bytes);  // NaN where nothing is stored
+  const size_t count = batch.spans.size();
+  Pages pages(shape, batch.blocks, int64_t(count));
   std::vector<std::vector<float>> keys, values;
-  for (size_t s = 0; s < batch.spans.size(); s++) {
-    const int64_t count = batch.spans[s].context;
-    std::vector<int64_t> slots;
-    for (int64_t i = 0; i < count; i++) slots.push_back(batch.slot(int(s), i, block_size));
-    keys.push_back(random_floats(count * kv_heads * D));
-    values.push_back(random_floats(count * kv_heads * D));
-    qt_kv_store(&shape, pages, keys[s].data(), values[s].data(), slots.data(), count);
+  std::vector<int64_t> tails;
+  const int64_t window = random_below(2) ? 1 + random_below(200) : 0;
+  const float scale = 0.1f;
+  std::vector<float> new_keys, new_values;
+  for (size_t s = 0; s < count; s++) {
+    const qt::Span& span = batch.spans[s];
+    keys.push_back(random_floats(span.context * kv_heads * D));
+    values.push_back(random_floats(span.context * kv_heads * D));
+    tails.push_back(int64_t(count - 1 - s));
+    const int64_t before = span.first(), row = kv_heads * D;
+    new_keys.insert(new_keys.end(), keys[s].begin() + before * row, keys[s].end());
+    new_values.insert(new_values.end(), values[s].begin() + before * row, values[s].end());
+    if (!before) continue;
+    // What stands before the batch's rows, seen by nobody.
+    const qt::Span first = {0, before, before};
+    std::vector<float> queries(before * heads * D), out(queries.size());
+    const qt_layer_call call = {&pages.layer, &first, &batch.tables[s * batch.width], &tails[s],
+                                queries.data(), keys[s].data(), values[s].data(), out.data(),
+                                1, batch.width, heads, 1, scale, 0};
+    qt_attend(&call);
   }
   const std::vector<float> queries = random_floats(batch.rows * heads * D);
   std::vector<float> out(queries.size());
-  const int64_t window = random_below(2) ? 1 + random_below(200) : 0;
-  const qt::AttentionLayer layer = {&shape, pages, batch.spans.data(), batch.tables.data(),
-                                    batch.width, 0.1f, window};
-  qt_attention(&layer, int64_t(batch.spans.size()), heads, queries.data(), out.data());
+  const qt_layer_call call = {&pages.layer, batch.spans.data(), batch.tables.data(), tails.data(),
+                              queries.data(), new_keys.data(), new_values.data(), out.data(),
+                              int64_t(count), batch.width, heads, window, scale, 0};
+  qt_attend(&call);
   double worst = 0;
-  for (size_t s = 0; s < batch.spans.size(); s++)
+  for (size_t s = 0; s < count; s++)
     for (int64_t i = 0; i < batch.spans[s].length; i++)
       for (int64_t h = 0; h < heads; h++) {
         const qt::Span& span = batch.spans[s];
-        const int64_t position = span.context - span.length + i, kv = h / (heads / kv_heads);
+        const int64_t position = span.first() + i, kv = h / (heads / kv_heads);
         const int64_t first = window && position >= window ? position - window + 1 : 0;
         const float* q = &queries[((span.start + i) * heads + h) * D];
         std::vector<double> sums(D);
@@ -100,7 +139,7 @@ static double attention_error(int64_t kind) {
         for (int64_t t = first; t <= position; t++) {
           double score = 0;
           for (int64_t d = 0; d < D; d++) score += q[d] * keys[s][(t * kv_heads + kv) * D + d];
-          const double weight = std::exp(score * layer.scale);
+          const double weight = std::exp(score * scale);
           total += weight;
           for (int64_t d = 0; d < D; d++) sums[d] += weight * values[s][(t * kv_heads + kv) * D + d];
         }
@@ -108,7 +147,6 @@ static double attention_error(int64_t kind) {
           worst = std::fmax(worst, std::fabs(sums[d] / total -
                                              out[((span.start + i) * heads + h) * D + d]));
       }
-  free(pages);
   return worst;
 }
 
@@ -137,31 +175,34 @@ static bool steps_agree(int64_t kind, bool decode) {
   const Linear head = random_linear(vocab, hidden, memory);
   const std::vector<float> norm(hidden, 1.f), embedding = random_floats(size_t(vocab) * hidden);
   const std::vector<float> cos(400 * D / 2, 0.6f), sin(400 * D / 2, 0.8f);
-  const KvShape shape = {kind, 16, kv_heads, D};
-  const Sequences batch(1 + int(random_below(9)), decode, 16);
-  const size_t page_bytes = size_t(batch.blocks * kv_heads * qt_tile_bytes(&shape));
+  const int64_t block_size = kind == qt::KV_INT4 ? qt::PAGE : 16;
+  const KvShape shape = {kind, qt::KV_BF16, block_size, kv_heads, D};
+  const Sequences batch(1 + int(random_below(9)), decode, block_size);
+  std::vector<int64_t> tails;
+  for (size_t s = 0; s < batch.spans.size(); s++) tails.push_back(int64_t(s));
   std::vector<float> logits[2];
   std::vector<int64_t> tokens[2];
   for (int run = 0; run < 2; run++) {
     qt_pool_start(run ? 2 + int(random_below(3)) : 1);
     std::vector<qt::Layer> parts;
+    std::vector<std::unique_ptr<Pages>> pages;
     for (int i = 0; i < layers; i++) {
-      uint8_t* pages = aligned(page_bytes);
-      std::memset(pages, 0, page_bytes);
-      memory.push_back(pages);
-      parts.push_back({norm.data(), norm.data(), &qkv, &output, &gate_up, &down, pages, 0.25f, 0});
+      pages.emplace_back(new Pages(shape, batch.blocks, int64_t(batch.spans.size())));
+      pages.back()->fill(0);
+      parts.push_back({norm.data(), norm.data(), &qkv, &output, &gate_up, &down,
+                       &pages.back()->layer, 0.25f, 0});
     }
     const qt::Model model = {parts.data(), embedding.data(), norm.data(), &head, cos.data(),
-                             sin.data(), layers, hidden, width, heads, 0, 1e-5f, shape};
+                             sin.data(), layers, hidden, width, heads, kv_heads, D, 0, 1e-5f};
     logits[run].resize(batch.rows * vocab), tokens[run].resize(batch.rows);
     std::vector<int64_t> rows;
     for (int64_t i = 0; i < batch.rows; i++) rows.push_back(i);
-    qt::StepBatch step = {batch.tokens.data(), batch.positions.data(), batch.slots.data(),
-                          batch.spans.data(), batch.tables.data(), rows.data(), logits[run].data(),
-                          nullptr, batch.rows, int64_t(batch.spans.size()), batch.width, batch.rows};
+    qt::StepBatch step = {batch.tokens.data(), batch.spans.data(),
+                          batch.tables.data(), tails.data(), rows.data(), logits[run].data(), nullptr, batch.rows, int64_t(batch.spans.size()), batch.width, batch.rows};
     void* workspace = qt_workspace_new();
     qt_step(&model, &step, workspace);
     std::vector<float> best(batch.rows);
+    for (auto& p : pages) p->fill(0);  // a tail page has the last rows' page by now
     step.out = best.data(), step.likeliest = tokens[run].data();
     qt_step(&model, &step, workspace);
     qt_workspace_free(workspace);
@@ -173,8 +214,9 @@ static bool steps_agree(int64_t kind, bool decode) {
 }
 
 int main() {
-  const double bounds[] = {1e-5, 1e-2, 2e-2};  // what the forms cost
-  for (int64_t kind = 0; kind < 3; kind++)
+  // What the forms cost.
+  const double bounds[] = {1e-5, 1e-2, 2e-2, 0.1, 0.1, 0.15, 0.15};
+  for (int64_t kind = 0; kind <= qt::KV_INT4; kind++)
     for (int round = 0; round < 8; round++) {
       qt_pool_start(1 + int(random_below(4)));
       const double error = attention_error(kind);

@@ -1,7 +1,7 @@
 """One native call for all layers of a decoder: a description in C structs, built once.
 
-Mirrors ``native/step.h`` and ``native/kv_pages.h`` field by field. Nothing here knows a model's
-config: :mod:`qtool.runtime.native_decoder` reads the one definition of the decoder.
+Mirrors ``native/step.h`` field by field. Nothing here knows a model's config:
+:mod:`qtool.runtime.native_decoder` reads the one definition of the decoder.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtool.runtime.kernels.backend import AttentionLayout, AttentionScope
+from qtool.runtime.kernels.cpu.kv_pages import TILE, KvLayer, KvPages
 from qtool.runtime.kernels.cpu.native_ops import NativeLinear
 
-KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
-TILE = 16  # tokens of a tile, and lanes of a vector
-MAX_HEAD_DIM = 256
 # enum Phase of step.h.
 PHASES = (
     "embed",
@@ -42,11 +40,9 @@ class StepLayout(AttentionLayout, Protocol):
     @property
     def token_ids(self) -> Tensor: ...
     @property
-    def positions(self) -> Tensor: ...
-    @property
-    def slots(self) -> Tensor: ...
-    @property
     def logit_rows(self) -> Tensor: ...
+    @property
+    def tails(self) -> tuple[int, ...]: ...
 
 
 def _pointers(*names: str) -> list[tuple[str, type]]:
@@ -57,16 +53,10 @@ def _numbers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
-class KvShape(ctypes.Structure):
-    """Shape and form of a layer's pages."""
-
-    _fields_ = _numbers("kind", "block_size", "kv_heads", "head_dim")
-
-
 class _Layer(ctypes.Structure):
     _fields_ = [
         *_pointers("input_norm", "post_attention_norm", "qkv", "output", "gate_up", "down"),
-        *_pointers("pages"),
+        ("kv", ctypes.POINTER(KvLayer)),
         ("scale", ctypes.c_float),
         ("window", ctypes.c_int32),
     ]
@@ -75,15 +65,15 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         *_pointers("layers", "embedding", "norm", "head", "cos", "sin"),
-        *_numbers("num_layers", "hidden", "intermediate", "num_heads", "embedding_is_bf16"),
+        *_numbers("num_layers", "hidden", "intermediate", "num_heads", "kv_heads", "head_dim"),
+        *_numbers("embedding_is_bf16"),
         ("norm_eps", ctypes.c_float),
-        ("kv", KvShape),
     ]
 
 
 class _Batch(ctypes.Structure):
     _fields_ = [
-        *_pointers("token_ids", "positions", "slots", "spans", "block_tables", "logit_rows"),
+        *_pointers("token_ids", "spans", "block_tables", "tails", "logit_rows"),
         *_pointers("out", "likeliest"),
         *_numbers("rows", "num_spans", "table_width", "num_logits"),
     ]
@@ -111,8 +101,6 @@ class StepModel:
         norm: float32 [hidden].
         head: hidden -> vocab; ``None`` gives normed rows instead of logits.
         cos, sin: float32 [positions, head_dim / 2].
-        kv_dtype: how keys and values are stored; uint8 is 8 bits with a step and a minimum for
-            each token and head.
     """
 
     layers: Sequence[LayerOps]
@@ -126,7 +114,6 @@ class StepModel:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    kv_dtype: torch.dtype
 
 
 class NativeStep:
@@ -143,36 +130,23 @@ class NativeStep:
         self._struct = self._describe(model)
         self._workspace = library.qt_workspace_new()
         self._width = model.embedding.shape[0 if model.head else 1]
-        self._pages: Tensor | None = None
+        self._pages: KvPages | None = None
 
     def __del__(self) -> None:
         if workspace := getattr(self, "_workspace", None):
             self._library.qt_workspace_free(workspace)
 
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """How keys and values are stored, see :class:`StepModel`."""
-        return self._model.kv_dtype
-
-    def page_bytes(self, block_size: int) -> int:
-        """Bytes of one layer's block: keys and values of ``block_size`` tokens, all heads."""
-        shape = kv_shape(self._model, block_size)
-        tile: int = self._library.qt_tile_bytes(ctypes.byref(shape))
-        return block_size // TILE * self._model.num_kv_heads * tile
-
-    def run(self, batch: StepLayout, pages: Tensor, block_size: int) -> Tensor:
+    def run(self, batch: StepLayout, pages: KvPages) -> Tensor:
         """Logits of ``batch.logit_rows``, float32 [R, vocab], or normed rows without a head.
 
         Args:
-            pages: uint8 [layers, num_blocks, page_bytes]; gains the batch's rows.
+            pages: gain the batch's rows.
         """
         out = torch.empty(len(batch.logit_rows), self._width)
-        self._run(batch, pages, block_size, out, None)
+        self._run(batch, pages, out, None)
         return out
 
-    def run_likeliest(
-        self, batch: StepLayout, pages: Tensor, block_size: int
-    ) -> tuple[Tensor, Tensor]:
+    def run_likeliest(self, batch: StepLayout, pages: KvPages) -> tuple[Tensor, Tensor]:
         """The largest logit of each of ``batch.logit_rows``, float32 [R], and its token, int64 [R].
 
         Of equals the lowest token; NaN if any logit of the row is. The model has a head.
@@ -180,26 +154,21 @@ class NativeStep:
         assert self._model.head is not None
         count = len(batch.logit_rows)
         best, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
-        self._run(batch, pages, block_size, best, tokens)
+        self._run(batch, pages, best, tokens)
         return best, tokens
 
     def _run(
-        self,
-        batch: StepLayout,
-        pages: Tensor,
-        block_size: int,
-        out: Tensor,
-        likeliest: Tensor | None,
+        self, batch: StepLayout, pages: KvPages, out: Tensor, likeliest: Tensor | None
     ) -> None:
-        self._use_pages(pages, block_size)
+        self._use_pages(pages)
+        tails = pages.tail_numbers(batch.tails)
         numbers = [n for s in batch.spans for n in (s.start, s.length, s.context_len)]
         spans = (ctypes.c_int64 * len(numbers))(*numbers)
         struct = _Batch(
             batch.token_ids.data_ptr(),
-            batch.positions.data_ptr(),
-            batch.slots.data_ptr(),
             ctypes.addressof(spans),
             batch.block_tables.data_ptr(),
+            None if tails is None else tails.data_ptr(),
             batch.logit_rows.data_ptr(),
             out.data_ptr(),
             None if likeliest is None else likeliest.data_ptr(),
@@ -216,13 +185,11 @@ class NativeStep:
         self._library.qt_workspace_ticks(self._workspace, values)
         return dict(zip(PHASES, values, strict=True))
 
-    def _use_pages(self, pages: Tensor, block_size: int) -> None:
+    def _use_pages(self, pages: KvPages) -> None:
         if pages is self._pages:
             return
-        assert pages.dtype == torch.uint8 and pages.is_contiguous()
-        self._struct.kv = kv_shape(self._model, block_size)
-        for layer, part in zip(self._layers, pages, strict=True):
-            layer.pages = part.data_ptr()
+        for layer, part in zip(self._layers, pages.structs, strict=True):
+            layer.kv = ctypes.pointer(part)
         self._pages = pages
 
     def _keep(self, tensor: Tensor) -> int:
@@ -258,16 +225,11 @@ class NativeStep:
             model.embedding.shape[1],
             model.intermediate,
             model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
             model.embedding.dtype == torch.bfloat16,
             model.norm_eps,
-            kv_shape(model, TILE),
         )
-
-
-def kv_shape(model: StepModel, block_size: int) -> KvShape:
-    """Form of a layer's pages."""
-    kind = KV_KINDS[model.kv_dtype]
-    return KvShape(kind, block_size, model.num_kv_heads, model.head_dim)
 
 
 def declare(library: ctypes.CDLL) -> None:
@@ -277,5 +239,3 @@ def declare(library: ctypes.CDLL) -> None:
     library.qt_workspace_free.argtypes = (pointer,)
     library.qt_workspace_ticks.argtypes = (pointer, ctypes.POINTER(number))
     library.qt_step.argtypes = (ctypes.POINTER(_Model), ctypes.POINTER(_Batch), pointer)
-    library.qt_tile_bytes.argtypes = (ctypes.POINTER(KvShape),)
-    library.qt_tile_bytes.restype = number

@@ -32,6 +32,8 @@ FORMS = {
     "bf16": ("bf16", "auto", 0.02),
     "int8": ("int8", "auto", 0.04),
     "int8, int8 KV": ("int8", "int8", 0.05),
+    "int8, fp8 KV": ("int8", "fp8", 0.1),
+    "int8, k8v4 KV": ("int8", "k8v4", 0.15),
 }
 
 
@@ -175,13 +177,16 @@ class TestTheCache:
         sequence.block_table = [7]
         assert torch.equal(decoder.forward(batch_of(Chunk(sequence, 15, 1)), cache), expected)
 
-    @pytest.mark.parametrize(("kv_cache_dtype", "bits"), [("auto", 32), ("int8", 8)])
+    @pytest.mark.parametrize(
+        ("kv_cache_dtype", "bits", "scales"),
+        [("auto", 64, 0), ("int8", 16, 4), ("fp8", 16, 4), ("k8v4", 12, 6)],
+    )
     def test_its_bytes_are_those_of_the_form_and_no_more(
-        self, quantized: Path, kv_cache_dtype: str, bits: int
+        self, quantized: Path, kv_cache_dtype: str, bits: int, scales: int
     ) -> None:
         decoder = _native(quantized, "int8", kv_cache_dtype)
-        config, steps = decoder.config, 4 * 4 if bits == 8 else 0
-        a_layer = config.num_kv_heads * (2 * config.head_dim * bits // 8 + steps)
+        config = decoder.config
+        a_layer = config.num_kv_heads * (config.head_dim * bits // 8 + scales)
         assert decoder.kv_bytes_per_token == config.num_layers * a_layer
         pools = decoder.new_cache(5, 32).pools
         assert sum(pool.nbytes for pool in pools) == 5 * 32 * decoder.kv_bytes_per_token
@@ -208,14 +213,6 @@ class TestFallback:
         small = _load(quantized, kv_cache_dtype="int8").decoder
         assert small.kv_cache_dtype.startswith("int8")
         assert relative_error(run_whole(small, ids), run_whole(reference, ids)) < 0.05
-
-    @pytest.mark.parametrize("name", ["fp8", "k8v4", "int4"])
-    def test_a_cache_that_native_kernels_do_not_read_runs_layer_by_layer(
-        self, quantized: Path, name: str
-    ) -> None:
-        model = _load(quantized, kv_cache_dtype=name)
-        assert not isinstance(model.decoder, NativeDecoder)
-        assert any(f"read no cache of the form {name}" in note for note in model.notes)
 
     def test_a_head_the_attention_does_not_take_runs_layer_by_layer(
         self, model_factory: Callable[..., Path]

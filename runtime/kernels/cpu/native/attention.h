@@ -6,37 +6,14 @@
 // adds an exact zero: a row gets the same bits whatever its chunk, its company or the number of
 // threads, whether one thread runs all splits or several share them.
 //
-// Over int8 pages queries and weights are integers of 16 bits, a scale each for a row: products
-// are exact integers, and the rounding costs 1e-5 of a result.
+// Over integer codes queries and weights are integers of 16 bits, a scale each for a row: products
+// are exact integers, and the rounding costs 1e-5 of a result. Scales of keys multiply scores, those
+// of values weights; a channel's scale multiplies the query, page by page.
 #pragma once
 
-#include "attention_plan.h"
+#include "attention_rows.h"
 
 namespace qt {
-
-struct AttentionLayer {
-  const KvShape* shape;
-  uint8_t* pages;
-  const Span* spans;
-  const int64_t* tables;  // [spans][table_width]
-  int64_t table_width;
-  float scale;
-  int64_t window;  // in tokens; 0: none
-
-  // The tile of `token`, a place in a span's sequence, and one KV head.
-  uint8_t* tile(int span, int64_t token, int64_t head) const {
-    const int64_t block = tables[span * table_width + token / shape->block_size];
-    return shape->tile(pages, block, token % shape->block_size, head);
-  }
-};
-
-// Rotary embedding (Su et al. 2021, section 3.2), halves rotated; tables [positions][head_dim / 2].
-struct Rotary {
-  const float *cos, *sin;
-};
-
-// Turns one head's vector in place.
-void rotate(const Rotary& rotary, int head_dim, int64_t position, float* x);
 
 // Rows of the batch, floats apart by a stride, heads side by side.
 struct AttentionRows {
@@ -67,7 +44,7 @@ class AttentionUnit {
 template <class Before>
 void attend(const AttentionLayer& layer, AttentionPlan& plan, std::atomic<int>& next,
             const AttentionRows& rows, Before before) {
-  const AttentionUnit unit(*layer.shape, plan.most_rows);
+  const AttentionUnit unit(layer.kv->shape, plan.most_rows);
   const int units = int(plan.units.size());
   for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < units;) {
     before(plan.units[i]);
@@ -77,6 +54,19 @@ void attend(const AttentionLayer& layer, AttentionPlan& plan, std::atomic<int>& 
 
 }  // namespace qt
 
-// One layer's attention alone, for tests and benchmarks; queries and out [rows][num_heads][head_dim].
-QT_API void qt_attention(const qt::AttentionLayer* layer, int64_t num_spans, int64_t num_heads,
-                         const float* queries, float* out);
+// One layer alone: rows [rows][heads][head_dim], turned, of sequences on pages of their own.
+struct qt_layer_call {  // mirrored by qtool.runtime.kernels.cpu.kv_attention._Call
+  const qt::KvLayer* kv;
+  const qt::Span* spans;
+  const int64_t* tables;  // [num_spans][table_width]
+  const int64_t* tails;   // [num_spans], or null
+  const float* queries;   // [rows][num_heads][head_dim]
+  float *keys;            // [rows][kv_heads][head_dim]; or null: they are stored
+  const float *values;
+  float* out;             // as queries
+  int64_t num_spans, table_width, num_heads, window;
+  float scale, softcap;
+};
+
+// Stores keys and values, then attends.
+QT_API void qt_attend(const qt_layer_call* call);

@@ -1,8 +1,9 @@
-// Attention's products over int8 pages on the matrix unit (AMX), for the rows of a prompt.
+// Attention's products over integer codes on the matrix unit (AMX), for the rows of a prompt.
 //
 // An integer of 16 bits is 256 * high + low, high signed, low unsigned: two products of bytes give
 // the sums of multiply() in attention_products.h, which are exact, so a row has the same bits on both
-// paths. Stored words are what the unit wants as they are: 4 neighbours of 16 columns.
+// paths. Words of 8-bit codes are what the unit wants as they are, 4 neighbours of 16 columns; those
+// of 4-bit codes are unpacked to such.
 #pragma once
 
 #include "amx.h"
@@ -19,14 +20,18 @@ constexpr int FEWEST_MATRIX_ROWS = 12;
 
 static_assert(ROWS % MATRIX_ROWS == 0, "whole tiles");
 
+inline int pieces_of(int neighbours) { return (neighbours + TILE_BYTES - 1) / TILE_BYTES; }
+
 // Whether the unit computes `rows` rows of an item.
 inline bool matrix_unit_attends(const KvShape& shape, int rows) {
+  if (rows < FEWEST_MATRIX_ROWS || !matrix_unit_allowed()) return false;
+  const KvForm form = shape.form();
+  const PageLayout at = shape.layout();
+  if (form.keys.word == Word::INT4) return true;
   // Keys are read in whole tile registers, beyond the last channel up to the end of the values.
-  return shape.kind == KV_INT8 && rows >= FEWEST_MATRIX_ROWS && 2 * shape.head_dim >= TILE_BYTES &&
-         matrix_unit_allowed();
+  const int read = pieces_of(int(shape.head_dim)) * TILE * TILE_BYTES;
+  return form.keys.word == Word::INT8 && at.keys + read <= at.tile_bytes;
 }
-
-inline int pieces_of(int neighbours) { return (neighbours + TILE_BYTES - 1) / TILE_BYTES; }
 
 // Rows of 16-bit integers in two planes of bytes, zeros up to whole tile registers.
 struct Planes {
@@ -124,7 +129,7 @@ static QT_INLINE void multiply_tile(const MatrixWords& words, int row, int rows,
   }
 }
 
-// What multiply<KV_INT8>() gives.
+// What multiply() gives of integers.
 QT_NOINLINE static void multiply_matrix(const MatrixWords& words, int rows, const Planes& x,
                                         float* out) {
   for (int row = 0; row < rows; row += MATRIX_ROWS) {
@@ -134,47 +139,72 @@ QT_NOINLINE static void multiply_matrix(const MatrixWords& words, int rows, cons
   }
 }
 
-// Sums [rows][tokens] of queries times keys.
-static void multiply_keys(const Part& part, int head_dim, int rows, const Planes& queries,
-                          float* out) {
+// Words of 8-bit codes in one piece, and whole registers beyond the last. Unpacked or copied ahead of
+// the products: a register cannot be loaded from stores that have not reached the cache.
+struct MatrixBytes {
+  alignas(64) uint8_t bytes[SPLIT * MAX_HEAD_DIM + TILE * TILE_BYTES];
+};
+
+// Rows of words to rows of 8-bit codes, of which 4-bit codes give two: neighbours 0 to 3, and 4 to 7.
+template <Word WORD>
+static QT_INLINE uint8_t* put_bytes(const uint8_t* from, int rows, int row_bytes, uint8_t* to) {
+  if (WORD == Word::INT8) {
+    std::memcpy(to, from, rows * row_bytes);
+    return to + rows * row_bytes;
+  }
+  for (; rows; rows--, from += row_bytes, to += 2 * row_bytes)
+    for (int i = 0; i < row_bytes; i += VECTOR_BYTES) {
+      const vu word = load_vector<vu>(from + i);
+      const vu low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
+      __builtin_memcpy(to + i, &low, sizeof low);
+      __builtin_memcpy(to + row_bytes + i, &high, sizeof high);
+    }
+  return to;
+}
+
+// Words lie `at` bytes behind a tile.
+template <Word WORD>
+static void put_keys(const Part& part, int head_dim, int at, MatrixBytes& out) {
+  uint8_t* to = out.bytes;
+  for (int t = part.begin; t < part.end; t += TILE)
+    to = put_bytes<WORD>(part.tiles[t / TILE] + at, head_dim / neighbours(WORD), TILE * 4, to);
+}
+template <Word WORD>
+static void put_values(const Part& part, int head_dim, int at, MatrixBytes& out) {
+  uint8_t* to = out.bytes;
+  for (int t = part.begin; t < part.end; t += TILE)
+    to = put_bytes<WORD>(part.tiles[t / TILE] + at, TILE / neighbours(WORD), head_dim * 4, to);
+}
+
+// Sums [rows][tokens] of queries times keys: 8-bit codes in their tiles, or else `bytes`.
+template <Word WORD>
+static void multiply_keys(const Part& part, int head_dim, int at, int rows, const Planes& queries,
+                          const MatrixBytes& keys, float* out) {
   MatrixWords words = {{}, TILE * TILE_BYTES, TILE * sizeof(float),
                        (part.last() - part.begin) / TILE, pieces_of(head_dim)};
   for (int b = 0; b < words.count; b++)
-    words.blocks[b] = part.tiles[part.begin / TILE + b] + Stored<KV_INT8>::HEADER;
+    words.blocks[b] = WORD == Word::INT8 ? part.tiles[part.begin / TILE + b] + at
+                                         : keys.bytes + b * head_dim * TILE;
   multiply_matrix(words, rows, queries, out);
 }
 
-// A split's values in one piece, because a tile register has the rows of four of their tiles. Copied
-// ahead of the weights: a register cannot be loaded from stores that have not reached the cache.
-struct MatrixValues {
-  alignas(64) uint8_t bytes[SPLIT * MAX_HEAD_DIM];
-};
-
-static void copy_values(const Part& part, int head_dim, MatrixValues& out) {
-  const int bytes = head_dim * TILE;
-  uint8_t* to = out.bytes;
-  for (int t = part.begin / TILE; t < part.last() / TILE; t++, to += bytes)
-    std::memcpy(to, part.tiles[t] + Stored<KV_INT8>::HEADER + bytes, bytes);
-}
-
-// Sums [rows][dimensions] of weights, ROW_STRIDE floats apart, times values. What a tile has beyond
-// the last token is any bytes, and has weights of 0.
-static void multiply_values(const Part& part, int head_dim, int rows, const float* weights,
-                            const MatrixValues& values, float* out) {
+// Sums [rows][width] of weights, ROW_STRIDE floats apart, times values' dimensions from `first` on.
+// What a tile has beyond the last token is any bytes, and has weights of 0.
+static void multiply_values(const Part& part, int head_dim, int first, int width, int rows,
+                            const float* weights, const MatrixBytes& values, float* out) {
   Planes planes;
   const int tokens = part.last() - part.begin;
   for (int r = 0; r < rows; r++)
     split_row(weights + r * ROW_STRIDE, tokens, planes.high[r], planes.low[r]);
-  MatrixWords words = {{}, head_dim * TILE_BYTES, head_dim * int64_t(sizeof(float)),
-                       head_dim / TILE, pieces_of(tokens)};
-  for (int b = 0; b < words.count; b++) words.blocks[b] = values.bytes + b * TILE_BYTES;
+  MatrixWords words = {{}, head_dim * TILE_BYTES, head_dim * int64_t(sizeof(float)), width / TILE,
+                       pieces_of(tokens)};
+  for (int b = 0; b < words.count; b++) words.blocks[b] = values.bytes + first * 4 + b * TILE_BYTES;
   multiply_matrix(words, rows, planes, out);
 }
 
 // Keys into the L1 cache: a register's 16 rows would wait for the L2 cache one after the other.
-static QT_INLINE void fetch_keys(const uint8_t* tile, int head_dim) {
-  for (int i = 0; i < head_dim * TILE; i += 64)
-    __builtin_prefetch(tile + Stored<KV_INT8>::HEADER + i);
+static QT_INLINE void fetch_keys(const uint8_t* keys, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(keys + i);
 }
 
 #else

@@ -1,15 +1,16 @@
 // How the attention of a step is cut into work, the same for all its layers.
 //
 // An item is up to ROWS query rows that share a KV head: the heads of its group, times a few
-// neighbouring tokens of a prompt. Its context is cut into splits of SPLIT tokens, counted from the
-// sequence's first token. Splits depend on a row's own position alone.
+// neighbouring tokens of a prompt, of one page where a layer has tail pages. Its context is cut into
+// splits of SPLIT tokens, counted from the sequence's first token. Splits depend on a row's own
+// position alone.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
-#include "kv_pages.h"
+#include "kv_words.h"
 
 namespace qt {
 
@@ -27,6 +28,8 @@ constexpr int ROW_STRIDE = MAX_HEAD_DIM + 16;
 
 struct Span {  // rows [start, start + length), the last one at position context - 1
   int64_t start, length, context;
+
+  int64_t first() const { return context - length; }  // position of row `start`
 };
 
 struct Item {
@@ -76,8 +79,9 @@ struct AttentionPlan {
   }
 };
 
-inline void plan_attention(AttentionPlan& plan, const Span* spans, int num_spans, int num_heads,
-                           int num_kv_heads, int num_threads) {
+// One item for each KV head, part of its query heads, and neighbouring rows.
+inline void plan_items(AttentionPlan& plan, const Span* spans, int num_spans, int num_heads,
+                       int num_kv_heads, bool has_tails) {
   plan.items.clear();
   plan.units.clear();
   plan.most_rows = 0;
@@ -85,16 +89,23 @@ inline void plan_attention(AttentionPlan& plan, const Span* spans, int num_spans
   for (int kv = 0; kv < num_kv_heads; kv++)
     for (int h = 0; h < group; h += heads)
       for (int s = 0; s < num_spans; s++)
-        for (int first = 0; first < spans[s].length; first += tokens) {
-          const int count = std::min(tokens, int(spans[s].length) - first);
-          const int seen = int(spans[s].context - spans[s].length) + first + count;
+        for (int first = 0, count; first < spans[s].length; first += count) {
+          const int position = int(spans[s].first()) + first;
+          count = std::min(tokens, int(spans[s].length) - first);
+          if (has_tails) count = std::min(count, PAGE - position % PAGE);
           plan.items.push_back({s, first, count, kv, kv * group + h, std::min(heads, group - h),
-                                (seen + SPLIT - 1) / SPLIT, -1});
+                                (position + count + SPLIT - 1) / SPLIT, -1});
           plan.most_rows = std::max(plan.most_rows, count * plan.items.back().heads);
         }
   // Long items first, so that no thread is left with one at the end.
   std::stable_sort(plan.items.begin(), plan.items.end(),
                    [](const Item& a, const Item& b) { return a.splits > b.splits; });
+}
+
+// has_tails: of any of the layers.
+inline void plan_attention(AttentionPlan& plan, const Span* spans, int num_spans, int num_heads,
+                           int num_kv_heads, bool has_tails, int num_threads) {
+  plan_items(plan, spans, num_spans, num_heads, num_kv_heads, has_tails);
   const bool shared = num_threads > 1 && int(plan.items.size()) < 8 * num_threads;
   int partials = 0;
   for (int i = 0; i < int(plan.items.size()); i++) {

@@ -1,4 +1,4 @@
-// Rows times stored keys or values: the products of attention, in one form for both.
+// Rows times stored words: the products of attention, in one form for keys and values.
 //
 //   out[r][c] = sum over i of rows[r][i] * word parts [i][c]
 //
@@ -30,7 +30,7 @@ struct Part {
 };
 
 // Stored words: vector v of step s lies at steps[s] + columns[v].
-struct Words {
+struct WordTable {
   const uint8_t* steps[MAX_STEPS];
   ptrdiff_t columns[MAX_COLUMN_VECTORS];
   int vectors;
@@ -45,16 +45,16 @@ constexpr int widest(int rows) {
 }
 
 // sums += part p of one step's words times the rows' items for it.
-template <int KIND, int R, int V>
-static QT_INLINE void add_parts(typename Stored<KIND>::Sum (&sums)[R][V], const uint8_t* step,
+template <Word WORD, int R, int V>
+static QT_INLINE void add_parts(typename Operands<WORD>::Sum (&sums)[R][V], const uint8_t* step,
                                 const ptrdiff_t* columns, const float* rows, int p) {
-  using S = Stored<KIND>;
+  using S = Operands<WORD>;
   typename S::Operand parts[V];
   asm volatile("" : "+r"(step));  // or gcc keeps words for their next part, on the stack
   // Pinned, or gcc makes the next parts and items as well, adds them up first, and spills the sums.
   QT_UNROLL
   for (int v = 0; v < V; v++) {
-    parts[v] = S::part(load_vector<vu>(step + columns[v]), p);
+    parts[v] = S::part(step + columns[v], p);
     pin(parts[v]);
   }
   QT_UNROLL
@@ -71,9 +71,10 @@ static QT_INLINE void add_parts(typename Stored<KIND>::Sum (&sums)[R][V], const 
   }
 }
 
-template <int KIND, int R, int V>
-QT_NOINLINE static void multiply_block(const Words& words, int first, const float* rows, void* out) {
-  using S = Stored<KIND>;
+template <Word WORD, int R, int V>
+QT_NOINLINE static void multiply_block(const WordTable& words, int first, const float* rows,
+                                       void* out) {
+  using S = Operands<WORD>;
   typename S::Sum sums[R][V];
   QT_UNROLL
   for (int r = 0; r < R; r++)
@@ -84,8 +85,8 @@ QT_NOINLINE static void multiply_block(const Words& words, int first, const floa
 #pragma GCC unroll 1
   for (const auto end = step + words.items / S::PARTS; step != end; step++, rows += S::PARTS)
     QT_UNROLL
-    for (int p = 0; p < S::PARTS; p++) add_parts<KIND>(sums, *step, columns, rows, p);
-  if (words.items % S::PARTS) add_parts<KIND>(sums, *step, columns, rows, 0);
+    for (int p = 0; p < S::PARTS; p++) add_parts<WORD>(sums, *step, columns, rows, p);
+  if (words.items % S::PARTS) add_parts<WORD>(sums, *step, columns, rows, 0);
   QT_UNROLL
   for (int r = 0; r < R; r++)
     QT_UNROLL
@@ -94,60 +95,61 @@ QT_NOINLINE static void multiply_block(const Words& words, int first, const floa
                        VECTOR_BYTES);
 }
 
-template <int KIND, int R, int V = widest(R)>
-static void multiply_columns(const Words& words, int first, const float* rows, void* out) {
+template <Word WORD, int R, int V = widest(R)>
+static void multiply_columns(const WordTable& words, int first, const float* rows, void* out) {
   for (; first + V <= words.vectors; first += V)
-    multiply_block<KIND, R, V>(words, first, rows, out);
-  if constexpr (V > 1) multiply_columns<KIND, R, V / 2>(words, first, rows, out);
+    multiply_block<WORD, R, V>(words, first, rows, out);
+  if constexpr (V > 1) multiply_columns<WORD, R, V / 2>(words, first, rows, out);
 }
 
 // rows and out are ROW_STRIDE floats apart; out has floats or integers as the stored form has.
-template <int KIND>
-static void multiply(const Words& words, int count, const float* rows, void* out) {
+template <Word WORD>
+static void multiply(const WordTable& words, int count, const float* rows, void* out) {
   float* to = static_cast<float*>(out);
   while (count > 0) {
     int done = 0;
     // Twelve rows with one vector of columns would be slower than two times six.
     if constexpr (widest(12) > 1)
-      if (count >= 12) multiply_columns<KIND, 12>(words, 0, rows, to), done = 12;
+      if (count >= 12) multiply_columns<WORD, 12>(words, 0, rows, to), done = 12;
     if (done) {}
-    else if (count >= 6) multiply_columns<KIND, 6>(words, 0, rows, to), done = 6;
-    else if (count >= 4) multiply_columns<KIND, 4>(words, 0, rows, to), done = 4;
-    else if (count == 3) multiply_columns<KIND, 3>(words, 0, rows, to), done = 3;
-    else if (count == 2) multiply_columns<KIND, 2>(words, 0, rows, to), done = 2;
-    else multiply_columns<KIND, 1>(words, 0, rows, to), done = 1;
+    else if (count >= 6) multiply_columns<WORD, 6>(words, 0, rows, to), done = 6;
+    else if (count >= 4) multiply_columns<WORD, 4>(words, 0, rows, to), done = 4;
+    else if (count == 3) multiply_columns<WORD, 3>(words, 0, rows, to), done = 3;
+    else if (count == 2) multiply_columns<WORD, 2>(words, 0, rows, to), done = 2;
+    else multiply_columns<WORD, 1>(words, 0, rows, to), done = 1;
     count -= done, rows += done * ROW_STRIDE, to += done * ROW_STRIDE;
   }
 }
 
-// Columns are tokens from `begin` on, items the dimensions.
-template <int KIND>
-static Words find_keys(const Part& part, int head_dim) {
-  using S = Stored<KIND>;
-  Words words;
+// Columns are tokens from `begin` on, items the dimensions. Words lie `at` bytes behind a tile.
+template <Word WORD>
+static WordTable find_keys(const Part& part, int head_dim, int at) {
+  using S = Operands<WORD>;
+  WordTable words;
   words.items = head_dim / S::PER_ITEM;
   words.vectors = (part.last() - part.begin) / WIDTH;
   const uint8_t* const* tiles = part.tiles + part.begin / TILE;
   for (int s = 0; s < words.items / S::PARTS; s++)
-    words.steps[s] = tiles[0] + S::HEADER + s * TILE * sizeof(float);
+    words.steps[s] = tiles[0] + at + s * TILE * sizeof(float);
   for (int v = 0; v < words.vectors; v++)
     words.columns[v] = tiles[v / TILE_VECTORS] - tiles[0] + v % TILE_VECTORS * VECTOR_BYTES;
   return words;
 }
 
-// Columns are the dimensions, items the tokens from `begin` to `end`. None beyond: what is not the
-// sequence's own may be NaN, and weights of 0 do not hide a NaN.
-template <int KIND>
-static Words find_values(const Part& part, int head_dim) {
-  using S = Stored<KIND>;
-  constexpr int NEIGHBOURS = S::PARTS * S::PER_ITEM;
-  Words words;
-  words.items = (part.end - part.begin + S::PER_ITEM - 1) / S::PER_ITEM;
-  words.vectors = head_dim / WIDTH;
+// Columns are `width` dimensions from `first` on, items the tokens from `begin` to `end`. Where a
+// word may hold no number there are none beyond: what is not the sequence's own may be NaN, and
+// weights of 0 do not hide a NaN.
+template <Word WORD>
+static WordTable find_values(const Part& part, int head_dim, int at, int first, int width) {
+  using S = Operands<WORD>;
+  constexpr int NEIGHBOURS = neighbours(WORD);
+  WordTable words;
+  const int tokens = part.end - part.begin;
+  words.items = S::FINITE ? (tokens + NEIGHBOURS - 1) / NEIGHBOURS * S::PARTS : tokens;
+  words.vectors = width / WIDTH;
   for (int t = part.begin, s = 0; t < part.end; t += NEIGHBOURS, s++)
-    words.steps[s] =
-        part.tiles[t / TILE] + S::HEADER +
-        (head_dim * TILE / NEIGHBOURS + t % TILE / NEIGHBOURS * head_dim) * sizeof(float);
+    words.steps[s] = part.tiles[t / TILE] + at +
+                     (t % TILE / NEIGHBOURS * head_dim + first) * sizeof(float);
   for (int v = 0; v < words.vectors; v++) words.columns[v] = v * VECTOR_BYTES;
   return words;
 }

@@ -1,4 +1,4 @@
-// Scores of one row over one split to weights: the step between attention's two products.
+// Scores of rows over one split to weights: the step between attention's two products.
 #pragma once
 
 #include "attention_products.h"
@@ -44,85 +44,168 @@ struct Seen {
   }
 };
 
-// A query row over int8 pages.
-struct IntegerRow {
-  float scale;  // of its integers, the attention's scale included
-  int32_t sum;  // of its integers
+// Scales of a part's tokens, and minima of its values, for each group of channels.
+struct Grids {
+  alignas(64) float keys[SPLIT], scales[MAX_GROUPS][SPLIT], lows[MAX_GROUPS][SPLIT];
 };
 
+static QT_INLINE void widen_halves(const uint8_t* from, float factor, float* to) {
+  for (int i = 0; i < TILE; i += WIDTH)
+    store_vector(to + i, load_half(reinterpret_cast<const uint16_t*>(from) + i) * factor);
+}
+
+static QT_INLINE void fill(float x, float* to) {
+  for (int i = 0; i < TILE; i += WIDTH) store_vector(to + i, spread(x));
+}
+
+template <int KIND>
+static void read_grids(const KvLayer& layer, const PageLayout& at, int64_t head, const Part& part,
+                       Grids& out) {
+  constexpr KvForm FORM = kv_form(KIND);
+  constexpr float KEY_UNIT = Keys<KIND>::UNIT, UNIT = Values<KIND>::UNIT;
+  for (int t = part.begin; t < part.end; t += TILE) {
+    const uint8_t* tile = part.tiles[t / TILE];
+    if constexpr (FORM.keys.sharing == Sharing::HEAD)
+      widen_halves(tile + at.key_grid, KEY_UNIT, out.keys + t);
+    else if constexpr (FORM.keys.sharing == Sharing::LAYER)
+      fill(layer.key_scales[head] * KEY_UNIT, out.keys + t);
+    if constexpr (FORM.values.sharing == Sharing::HEAD)
+      widen_halves(tile, UNIT, out.scales[0] + t);
+    else if constexpr (FORM.values.sharing == Sharing::LAYER)
+      fill(layer.value_scales[head] * UNIT, out.scales[0] + t);
+    if constexpr (FORM.keys.sharing == Sharing::LAYER)
+      mark_unknown(at, int(layer.shape.head_dim), tile, out.keys + t, out.scales[0] + t);
+    if constexpr (FORM.values.sharing == Sharing::GROUP)
+      for (int g = 0; g < layer.shape.groups(); g++, tile += 2 * TILE * HALF) {
+        widen_halves(tile, 1, out.scales[g] + t);
+        widen_halves(tile + TILE * HALF, 1, out.lows[g] + t);
+      }
+  }
+}
+
+// A query row: keys times it are scale * sums + offset.
+struct QueryGrid {
+  float scale, offset;
+};
+
+// cap * tanh(score / cap) (Gemma 2 report, section 2).
+static QT_INLINE vf soft_cap(vf score, float cap) {
+  const vf twice = score * (2 / cap);
+  const vf cut = twice > 80.f ? spread(80.f) : twice;  // exp(2 x) / (exp(2 x) + 1) is 1 there
+  return cap - 2 * cap / (exp(cut) + 1.f);
+}
+
+// Over the tokens of a split that a row may see: the highest score, and values' highest scales.
+struct Highest {
+  float score = NEVER, scales[MAX_GROUPS] = {};
+};
+
+// Values are scales * sums + lows.
 struct RowWeights {
-  float top, sum;
-  // Over int8 pages: values are scale * integers + middle.
-  float scale = 1, middle = 0;
+  float top, sum, scales[MAX_GROUPS], lows[MAX_GROUPS];
 };
 
-// Float scores: in place to exp(score - top). Tokens [begin, end) of the split, begin in whole tiles.
-QT_NOINLINE static RowWeights soften(Seen seen, int begin, int end, float* scores) {
-  vf tops = spread(NEVER);
+// Sums over tokens [begin, end) of a split, begin in whole tiles, in place to scores. Apart from the
+// weights, because they wait for the highest score: meanwhile the processor computes the next row's.
+// `cap` is the soft cap; 0: none.
+template <int KIND>
+QT_NOINLINE static void score(const Grids& grids, int groups, float cap, Seen seen, int begin,
+                              int end, QueryGrid query, float* scores, Highest& top) {
+  constexpr Sharing SHARING = kv_form(KIND).keys.sharing;
+  vf tops = spread(top.score);
   for (int t = begin; t < end; t += WIDTH) {
-    const vf s = seen.keep(t, load_vector<vf>(scores + t), NEVER);
+    vf s = load_vector<vf>(scores + t);
+    if constexpr (Keys<KIND>::INTEGERS) s = to_float((vi)s);
+    if constexpr (SHARING == Sharing::CHANNEL)
+      s = multiply_add(s, spread(query.scale), spread(query.offset));
+    else if constexpr (SHARING != Sharing::NOTHING)
+      s = s * (load_vector<vf>(grids.keys + t) * query.scale);
+    if (cap > 0) s = soft_cap(s, cap);
+    s = seen.keep(t, s, NEVER);
     store_vector(scores + t, s);
     tops = max(tops, s);
   }
-  const float top = highest(tops);
+  top.score = highest(in_register(tops));
+  if constexpr (Values<KIND>::INTEGERS)
+    for (int g = 0; g < groups; g++) {
+      vf most = spread(top.scales[g]);
+      for (int t = begin; t < end; t += WIDTH)
+        most = max(most, seen.keep(t, load_vector<vf>(grids.scales[g] + t), 0));
+      top.scales[g] = highest(in_register(most));
+    }
+}
+
+// Items of one group of channels: a token's weight times its value's scale.
+struct ItemGrid {
+  const float *scales, *lows;
+  float inverse;
+  vf minima;
+
+  ItemGrid(const Grids& grids, int group, float top)
+      : scales(grids.scales[group]),
+        lows(grids.lows[group]),
+        inverse(top > 1e-30f ? INTEGER_TOP / top : 0),
+        minima{} {}
+
+  template <bool HAS_LOWS>
+  QT_INLINE void put(Seen seen, int t, vf weight, float* items) {
+    vf scale = load_vector<vf>(scales + t);
+    if (!seen.all(t)) scale = seen.keep(t, scale, 0);
+    const vf scaled = weight * scale;
+    store_pairs(items, t, (vi)multiply_add(scaled, spread(inverse), spread(ROUND)));
+    // Without minima: 0, but NaN where a scale is, which no integer can tell.
+    if constexpr (HAS_LOWS)
+      minima = multiply_add(weight, seen.keep(t, load_vector<vf>(lows + t), 0), minima);
+    else
+      minima += scaled * 0.f;
+  }
+};
+
+// Scores to exp(score - top), in place where a token has one item, of the first or only group.
+template <int KIND>
+static QT_INLINE vf soften_first(const Grids& grids, Seen seen, int begin, int end, float top,
+                                 ItemGrid& grid, float* scores, float* items) {
+  constexpr Sharing SHARING = kv_form(KIND).values.sharing;
   vf total{};
   for (int t = begin; t < end; t += WIDTH) {
-    const vf weight = seen.keep(t, exp(load_vector<vf>(scores + t) - top), 0);
-    store_vector(scores + t, weight);
+    vf weight = exp(load_vector<vf>(scores + t) - top);
+    if (!seen.all(t)) weight = seen.keep(t, weight, 0);
     total += weight;
-  }
-  return {top, sum(total)};
-}
-
-// Of tokens `at` + lane: steps and middles of keys, then of values.
-static QT_INLINE const float* grid_of(const uint8_t* const* tiles, int at) {
-  return reinterpret_cast<const float*>(tiles[unsigned(at) / TILE]) + unsigned(at) % TILE;
-}
-
-// Over the tokens of a split that a row may see.
-struct Highest {
-  float score, step;  // the step of a value
-};
-
-// Integer scores [SPLIT], in place to floats. Apart from the weights, because they wait for the highest
-// score: meanwhile the processor computes the next row's.
-QT_NOINLINE static Highest score_int8(const uint8_t* const* tiles, Seen seen, int begin, int end,
-                                      const IntegerRow& query, float* scores) {
-  vf tops = spread(NEVER), most{};
-  const float sum_of_query = float(query.sum) * query.scale;
-  for (int t = begin; t < end; t += WIDTH) {
-    const float* grid = grid_of(tiles, t);
-    const vf step = load_vector<vf>(grid) * query.scale;
-    const vf middle = load_vector<vf>(grid + TILE) * sum_of_query;
-    vf s = multiply_add(to_float(load_vector<vi>(scores + t)), step, middle);
-    vf value_step = load_vector<vf>(grid + 2 * TILE);
-    if (!seen.all(t)) s = seen.keep(t, s, NEVER), value_step = seen.keep(t, value_step, 0);
-    store_vector(scores + t, s);
-    tops = max(tops, s);
-    most = max(most, value_step);
-  }
-  return {highest(in_register(tops)), highest(in_register(most))};
-}
-
-// Scores, in place to items of weights: exp(score - top) times the value's step.
-QT_NOINLINE static RowWeights soften_int8(const uint8_t* const* tiles, Seen seen, int begin, int end,
-                                          Highest top, float* scores) {
-  const float inverse = top.step > 1e-30f ? INTEGER_TOP / top.step : 0;
-  vf total{}, middles{};
-  for (int t = begin; t < end; t += WIDTH) {
-    const float* grid = grid_of(tiles, t) + 2 * TILE;
-    vf weight = exp(load_vector<vf>(scores + t) - top.score);
-    vf step = load_vector<vf>(grid), middle = load_vector<vf>(grid + TILE);
-    if (!seen.all(t)) {
-      weight = seen.keep(t, weight, 0);
-      step = seen.keep(t, step, 0), middle = seen.keep(t, middle, 0);
+    if constexpr (Values<KIND>::INTEGERS) {
+      if constexpr (SHARING == Sharing::GROUP) store_vector(scores + t, weight);
+      grid.template put<SHARING == Sharing::GROUP>(seen, t, weight, items);
+    } else {
+      if constexpr (SHARING != Sharing::NOTHING)
+        weight = weight * seen.keep(t, load_vector<vf>(grids.scales[0] + t), 0);
+      store_vector(items + t, weight);
     }
-    store_pairs(scores, t, (vi)multiply_add(weight * step, spread(inverse), spread(ROUND)));
-    total += weight;
-    middles = multiply_add(weight, middle, middles);
   }
-  return {top.score, sum(in_register(total)), top.step * (1 / INTEGER_TOP),
-          sum(in_register(middles))};
+  return total;
+}
+
+// Floats from one group's items of a row to the next's.
+constexpr int GROUP_ITEMS = SPLIT / 2;
+
+// Scores to items of weights. `items` may be the scores where values have no groups.
+template <int KIND>
+QT_NOINLINE static RowWeights soften(const Grids& grids, int groups, Seen seen, int begin, int end,
+                                     const Highest& top, float* scores, float* items) {
+  RowWeights row;
+  row.top = top.score;
+  ItemGrid first(grids, 0, top.scales[0]);
+  const vf total = soften_first<KIND>(grids, seen, begin, end, top.score, first, scores, items);
+  row.sum = sum(in_register(total));
+  row.scales[0] = Values<KIND>::INTEGERS ? top.scales[0] * (1 / INTEGER_TOP) : Values<KIND>::UNIT;
+  row.lows[0] = sum(in_register(first.minima));
+  if constexpr (kv_form(KIND).values.sharing == Sharing::GROUP)
+    for (int g = 1; g < groups; g++) {
+      ItemGrid grid(grids, g, top.scales[g]);
+      for (int t = begin; t < end; t += WIDTH)
+        grid.template put<true>(seen, t, load_vector<vf>(scores + t), items + g * GROUP_ITEMS);
+      row.scales[g] = top.scales[g] * (1 / INTEGER_TOP);
+      row.lows[g] = sum(in_register(grid.minima));
+    }
+  return row;
 }
 
 }  // namespace qt

@@ -18,9 +18,9 @@ struct Layer {
   const Linear* output;
   const Linear* gate_up;  // a block of 32 columns of the gate, its 32 of up, the next of the gate
   const Linear* down;
-  uint8_t* pages;  // this layer's part of the cache; kv_pages.h
-  float scale;     // of attention scores
-  int32_t window;  // in tokens; 0: none
+  const KvLayer* kv;  // this layer's part of the cache; kv_pages.h
+  float scale;        // of attention scores
+  int32_t window;     // in tokens; 0: none
 };
 
 struct Model {
@@ -30,18 +30,16 @@ struct Model {
   const Linear* head;     // or null: the step gives normed rows instead of logits
   const float* cos;       // [positions][head_dim / 2]
   const float* sin;
-  int64_t num_layers, hidden, intermediate, num_heads;
+  int64_t num_layers, hidden, intermediate, num_heads, kv_heads, head_dim;
   int64_t embedding_is_bf16;
   float norm_eps;
-  KvShape kv;
 };
 
 struct StepBatch {
-  const int64_t* token_ids;  // [rows]
-  const int64_t* positions;
-  const int64_t* slots;
-  const Span* spans;           // [num_spans], rows in order
+  const int64_t* token_ids;     // [rows]
+  const Span* spans;            // [num_spans], rows in order
   const int64_t* block_tables;  // [num_spans][table_width]
+  const int64_t* tails;         // [num_spans]: tail pages; or null
   const int64_t* logit_rows;   // [num_logits]
   float* out;           // [num_logits][vocab], or [num_logits][hidden] without a head
   int64_t* likeliest;   // null, or [num_logits]: tokens instead of logits; out is [num_logits] then

@@ -79,14 +79,16 @@ class Thread {
     Acts acts = normed(*l.qkv, step_.rows, l.input_norm, [](int row) { return row; });
     project(*l.qkv, acts, step_.wide, step_.qkv_width);
     meet(QKV);
+    const AttentionLayer attention = attention_of(l);
     if (!step_.decode) {
-      store_tokens(l);
+      store_rows(attention);
       meet(ROTATE);
     }
-    attend_all(l, index);
+    attend_all(attention, index);
     meet(ATTEND);
+    keep_tails(attention);
     acts = put(*l.output, step_.rows, [&](int row, int, int) {
-      return step_.heads + size_t(row) * step_.model.num_heads * step_.model.kv.head_dim;
+      return step_.heads + size_t(row) * step_.model.num_heads * step_.model.head_dim;
     });
     add_to_residual(*l.output, acts);
     meet(OUTPUT);
@@ -193,40 +195,45 @@ class Thread {
     });
   }
 
-  // Turns keys and stores them with their values. KV head by KV head, so that threads seldom share a
-  // tile. In a decode step attention does it, one barrier less and the tile still in its cache.
-  void store_tokens(const Layer& l) {
-    const Range mine = share(step_.rows * int(step_.model.kv.kv_heads), number_, count_);
-    for (int unit = mine.begin; unit < mine.end; unit++) {
-      const int row = unit % step_.rows;
-      store_token(l, row, unit / step_.rows, step_.batch.positions[row], step_.batch.slots[row]);
-    }
-  }
-
-  void store_token(const Layer& l, int row, int head, int64_t position, int64_t slot) {
-    const KvShape& kv = step_.model.kv;
-    float* key = step_.wide + size_t(row) * step_.qkv_width + (step_.model.num_heads + head) * kv.head_dim;
-    rotate(rotary_, int(kv.head_dim), position, key);
-    const int64_t block = slot / kv.block_size, offset = slot % kv.block_size;
-    kv_store(kv, kv.tile(l.pages, block, offset, head), int(offset % TILE), key,
-             key + kv.kv_heads * kv.head_dim);
-  }
-
-  void attend_all(const Layer& l, int index) {
+  AttentionLayer attention_of(const Layer& l) const {
     const StepBatch& b = step_.batch;
-    const KvShape& kv = step_.model.kv;
+    return {{b.spans, b.block_tables, b.table_width, b.tails, &step_.space.rows}, l.kv, l.scale,
+            l.window, 0};
+  }
+  NewRows new_rows() const {
+    const Model& m = step_.model;
+    float* keys = step_.wide + m.num_heads * m.head_dim;
+    return {keys, keys + m.kv_heads * m.head_dim, step_.qkv_width, &rotary_};
+  }
+
+  // Turns keys and stores them with their values. KV head by KV head, so that threads seldom write to
+  // neighbouring memory. In a decode step attention does it, one barrier less and the tile still in
+  // its cache.
+  void store_rows(const AttentionLayer& layer) {
+    const std::vector<Segment>& segments = step_.space.rows.segments;
+    const int count = int(segments.size());
+    const Range mine = share(count * int(step_.model.kv_heads), number_, count_);
+    for (int unit = mine.begin; unit < mine.end; unit++)
+      store_segment(layer, segments[unit % count], unit / count, new_rows());
+  }
+
+  void attend_all(const AttentionLayer& layer, int index) {
+    const Model& m = step_.model;
     AttentionPlan& plan = step_.space.plan;
-    const AttentionLayer layer{&kv, l.pages, b.spans, b.block_tables, b.table_width, l.scale,
-                               l.window};
-    const AttentionRows rows{step_.wide, step_.qkv_width, step_.heads,
-                             step_.model.num_heads * kv.head_dim, &rotary_};
+    const AttentionRows rows{step_.wide, step_.qkv_width, step_.heads, m.num_heads * m.head_dim,
+                             &rotary_};
     attend(layer, plan, step_.space.next[index], rows, [&](Unit unit) {
       const Item& item = plan.items[unit.item];
       // Only the last split has the new token.
       if (!step_.decode || (item.partials >= 0 && unit.split + 1 < item.splits)) return;
-      const int row = int(b.spans[item.span].start);
-      store_token(l, row, item.kv_head, b.positions[row], b.slots[row]);
+      store_segment(layer, step_.space.rows.segments[item.span], item.kv_head, new_rows());
     });
+  }
+
+  void keep_tails(const AttentionLayer& layer) {
+    if (step_.decode || !layer.kv->shape.form().has_tails()) return;
+    const Range mine = share(int(step_.batch.num_spans), number_, count_);
+    for (int span = mine.begin; span < mine.end; span++) keep_tail(layer, span);
   }
 
   void logits() {

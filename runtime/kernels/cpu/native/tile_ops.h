@@ -123,6 +123,7 @@ static QT_INLINE vf load_half(const uint16_t* p) {
   vu half = load_words(p);
   // The 15 bits of exponent and fraction in float's place are the value times 2**-112.
   vf value = (vf)((half & 0x7fffu) << 13) * spread(0x1p112f);
+  value = (half & 0x7c00u) == 0x7c00u ? (vf)((half & 0x7fffu) << 13 | 0x7f800000u) : value;
   return (vf)((vu)value | (half & 0x8000u) << 16);
 }
 

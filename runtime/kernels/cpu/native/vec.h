@@ -113,4 +113,30 @@ static QT_INLINE float from_bf16(uint16_t x) {
   return f;
 }
 
+// float16, rounded to nearest, ties to even.
+static QT_INLINE uint16_t to_half(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  const uint32_t sign = u >> 16 & 0x8000u;
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+  if (u >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and more
+  if (u >= 0x38800000u)                                   // 2**-14: normal
+    return uint16_t(sign | (u - 0x38000000u + 0xfffu + (u >> 13 & 1u)) >> 13);
+  // Halves are 2**-24 apart here, as floats from 0.5 on are: 0.5 + x has the half's bits below.
+  const float shifted = std::fabs(x) + 0.5f;
+  std::memcpy(&u, &shifted, 4);
+  return uint16_t(sign | (u - 0x3f000000u));
+}
+static QT_INLINE float from_half(uint16_t x) {
+  const uint32_t exponent = x & 0x7c00u;
+  uint32_t u = uint32_t(x & 0x7fffu) << 13;
+  if (exponent == 0x7c00u) u |= 0x7f800000u;
+  float f;
+  std::memcpy(&f, &u, 4);
+  // With float's bias the bits are the value times 2**-112.
+  if (exponent != 0x7c00u) f *= 0x1p112f;
+  return x & 0x8000u ? -f : f;
+}
+
 }  // namespace qt

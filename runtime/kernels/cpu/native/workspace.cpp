@@ -28,7 +28,20 @@ void reserve_acts(const Model& m, const StepBatch& b, Workspace& space, int num_
 }
 
 bool is_decode(const Model& m, const StepBatch& b) {
-  return b.num_spans == b.rows && m.num_heads / m.kv.kv_heads <= ROWS;
+  return b.num_spans == b.rows && m.num_heads / m.kv_heads <= ROWS;
+}
+
+// Cuts rows and attention into work.
+void plan(const Model& m, const StepBatch& b, Workspace& space, int num_threads) {
+  size_t tail_bytes = 0;
+  for (int i = 0; i < m.num_layers; i++) {
+    const KvShape& shape = m.layers[i].kv->shape;
+    if (shape.form().has_tails()) tail_bytes = m.kv_heads * shape.tail().layout().page_bytes;
+  }
+  const int spans = int(b.num_spans);
+  plan_attention(space.plan, b.spans, spans, int(m.num_heads), int(m.kv_heads), tail_bytes > 0,
+                 num_threads);
+  plan_rows(space.rows, b.spans, spans, tail_bytes > 0, tail_bytes);
 }
 
 }  // namespace
@@ -37,13 +50,12 @@ int gated_unit(const Linear& down) { return std::lcm(down.group, BLOCK_COLUMNS);
 
 Step prepare(const Model& m, const StepBatch& b, Workspace& space, int num_threads) {
   const size_t rows = size_t(b.rows), hidden = padded(m.hidden);
-  const size_t qkv = (m.num_heads + 2 * m.kv.kv_heads) * m.kv.head_dim;
+  const size_t qkv = (m.num_heads + 2 * m.kv_heads) * m.head_dim;
   reserve_acts(m, b, space, num_threads);
   if (space.next.size() < size_t(m.num_layers))
     space.next = std::vector<std::atomic<int>>(m.num_layers);
   for (auto& counter : space.next) counter.store(0, std::memory_order_relaxed);
-  plan_attention(space.plan, b.spans, int(b.num_spans), int(m.num_heads), int(m.kv.kv_heads),
-                 num_threads);
+  plan(m, b, space, num_threads);
   return {m,
           b,
           space,
@@ -55,7 +67,7 @@ Step prepare(const Model& m, const StepBatch& b, Workspace& space, int num_threa
           is_decode(m, b),
           space.residual.reserve<float>(rows * hidden),
           space.wide.reserve<float>(rows * qkv),
-          space.heads.reserve<float>(rows * m.num_heads * m.kv.head_dim)};
+          space.heads.reserve<float>(rows * m.num_heads * m.head_dim)};
 }
 
 }  // namespace qt

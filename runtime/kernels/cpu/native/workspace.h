@@ -1,38 +1,10 @@
 // Memory of a decoder's steps, taken by the caller of a step so that its threads never allocate.
 #pragma once
 
-#include <cstdlib>
-#include <memory>
-
+#include "buffer.h"
 #include "step.h"
 
 namespace qt {
-
-class Buffer {
- public:
-  // At least `count` items at a cache line; what was in them is lost if the buffer grows.
-  template <class T>
-  T* reserve(size_t count) {
-    constexpr size_t ALIGNMENT = 64;
-    const size_t bytes = (count * sizeof(T) / ALIGNMENT + 1) * ALIGNMENT;
-    if (bytes > size_) {
-      memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(ALIGNMENT, bytes)));
-      size_ = bytes;
-    }
-    return get<T>();
-  }
-  template <class T>
-  T* get() const {
-    return reinterpret_cast<T*>(memory_.get());
-  }
-
- private:
-  struct Free {
-    void operator()(uint8_t* p) const { std::free(p); }
-  };
-  std::unique_ptr<uint8_t, Free> memory_;
-  size_t size_ = 0;
-};
 
 // The likeliest token of a row so far, and its logit; NaN once there was one.
 struct Likeliest {
@@ -44,6 +16,7 @@ struct Workspace {
   Buffer residual, wide, heads, acts, gated_acts;
   Buffer own_acts[MAX_THREADS], own_rows[MAX_THREADS], own_likeliest[MAX_THREADS];
   AttentionPlan plan;
+  RowPlan rows;
   std::vector<std::atomic<int>> next;  // unit of attention, a counter a layer
   int64_t ticks[NUM_PHASES] = {};
 };
