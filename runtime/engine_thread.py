@@ -102,9 +102,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._receive():
-                for delta in self._engine.step():
-                    self._deliver(delta)
+                deltas = self._engine.step()
+                # First: who has an answer finds it counted.
                 self._stats = self._engine.stats()
+                for delta in deltas:
+                    self._deliver(delta)
             error = EngineError("the engine was closed")
         except Exception as failure:
             logger.exception("the engine stopped")
