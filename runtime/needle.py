@@ -1,6 +1,6 @@
 """Needles in a haystack: what a cache still finds of a text long behind.
 
-Facts of the same form, "The secret number of Oslo is 48213.", lie at several depths of a text, and
+Facts of the same form, "Secret number of Oslo: 48213.", lie at several depths of a text, and
 are asked for at its end, one after another in an order drawn for each text (many keys, one text:
 Hsieh et al. 2024, RULER, section 3). A small model does not follow instructions, but it copies: it
 is given the sentence up to the number, and found is a fact whose every digit is the likeliest
@@ -30,8 +30,10 @@ CITIES = (
     "Tokyo", "London", "Chicago", "Boston", "Sydney", "Lima", "Havana", "Delhi", "Kiev", "Prague",
 )  # fmt: skip
 DIGITS = 5
-_FACT = "\nThe secret number of {city} is {number}.\n"
-_QUESTION, _ANSWER = "\nThe secret number of {city} is", " {number}"
+# Of the forms tried this is found most often on SmolLM2-135M, 5 facts in 512 tokens, 6 texts: 28 of
+# 30. "The secret number of Oslo is 48213." has 25, sentences with the number before the city 16.
+_FACT = "\nSecret number of {city}: {number}.\n"
+_QUESTION, _ANSWER = "\nSecret number of {city}:", " {number}"
 
 
 class Run(Protocol):

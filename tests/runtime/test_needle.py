@@ -62,9 +62,9 @@ def test_a_text_is_as_long_as_its_filler_with_facts_at_even_depths() -> None:
     text = _text(hay.tokens)
     assert len(hay.tokens) == 2000 and hay.tokens[0] == FILLER[0]
     head = _text(hay.tokens[: hay.questions])
-    facts = re.findall(r"\nThe secret number of (\w+) is (\d{5})\.\n", head)
+    facts = re.findall(r"\nSecret number of (\w+): (\d{5})\.\n", head)
     assert len(facts) == 5 and len({city for city, _ in facts}) == 5
-    filler = [len(part) for part in re.split(r"\nThe secret[^\n]*\n", text)]
+    filler = [len(part) for part in re.split(r"\nSecret[^\n]*\n", text)]
     assert filler[0] == 1 and max(filler[1:5]) - min(filler[1:5]) <= 1
     kept = [token for token in hay.tokens if token >= 1000]
     assert kept == FILLER[: len(kept)]
@@ -72,13 +72,13 @@ def test_a_text_is_as_long_as_its_filler_with_facts_at_even_depths() -> None:
 
 def test_every_fact_is_asked_for_once_and_answered_behind_its_question() -> None:
     hay = make_haystack(FILLER, _encode, 5, seed=3)
-    facts = re.findall(r"number of (\w+) is( \d{5})\.", _text(hay.tokens[: hay.questions]))
+    facts = re.findall(r"number of (\w+):( \d{5})\.", _text(hay.tokens[: hay.questions]))
     answers = [_text(hay.tokens[start:end]) for start, end in hay.answers]
     assert answers == [number for _, number in facts]
     questions = _text(hay.tokens[hay.questions :])
     for (city, number), (start, _) in zip(facts, hay.answers, strict=True):
-        assert f"\nThe secret number of {city} is{number}" in questions
-        assert _text(hay.tokens[:start]).endswith(f"of {city} is")
+        assert f"\nSecret number of {city}:{number}" in questions
+        assert _text(hay.tokens[:start]).endswith(f"of {city}:")
     assert [start for start, _ in hay.answers] != sorted(start for start, _ in hay.answers)
 
 
