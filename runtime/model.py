@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
-from qtool.runtime.kernels.backend import Backend, LinearOp
+from qtool.runtime.kernels.backend import Backend, LinearOp, Stream
 from qtool.runtime.kv_cache import BlockPools, CacheForm, KVCache, LayerCache, QuantizedCache
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
@@ -97,13 +97,14 @@ class Decoder:
         assert isinstance(cache, LayerCache)
         config, backend = self.config, self.backend
         # The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
-        x = self.embedding[batch.token_ids].float() * config.embedding_scale
+        stream = Stream(self.embedding[batch.token_ids].float() * config.embedding_scale)
         rotary = tuple(table.rows(batch.positions) for table in self.rotary)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, index, batch, cache, config, backend)
+            stream = layer(stream, rotary, index, batch, cache, config, backend)
         if not len(batch.logit_rows):
-            return x.new_empty(0, config.vocab_size)
-        rows = backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
+            return stream.rows.new_empty(0, config.vocab_size)
+        rows = backend.settle(stream, config.norm_eps)[batch.logit_rows]
+        rows = backend.rms_norm(rows, self.norm, config.norm_eps)
         return soft_cap(self.head(rows), config.final_softcap)
 
     def likeliest(self, batch: Batch, cache: BlockPools) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.backend import Backend, LinearOp
+from qtool.runtime.kernels.backend import Backend, LinearOp, Rows
 from qtool.runtime.layers import Mlp
 
 
@@ -45,8 +45,14 @@ class MixtureOfExperts:
     normalize: bool
     shared: SharedExpert | None = None
 
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+    @property
+    def reader(self) -> None:
+        """Its router and its experts read its input."""
+        return
+
+    def __call__(self, x: Rows, backend: Backend) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        assert isinstance(x, Tensor), "rounded for another linear"
         weights, chosen = self.route(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = chosen.flatten().argsort(stable=True)

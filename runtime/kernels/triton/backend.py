@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from qtool.formats.tensor import QuantizedTensor
-from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.backend import LinearOp, Rows, Stream
 from qtool.runtime.kernels.cpu.torch_ops import DenseLinear
 from qtool.runtime.kernels.reference import (
     ReferenceBackend,
@@ -28,10 +28,11 @@ from qtool.runtime.kernels.triton.linear import (
     PackedLinear,
     Place,
     RoundedLinear,
+    added_to,
     multiplies_codes,
     result_like,
 )
-from qtool.runtime.kernels.triton.norm import rms_norm
+from qtool.runtime.kernels.triton.norm import norm_heads, rms_norm
 from qtool.runtime.kernels.triton.target import Target
 from qtool.runtime.kernels.triton.tuning import TunedFor, minor_version
 
@@ -151,6 +152,24 @@ class TritonBackend(ReferenceBackend):
         rms_norm(x.contiguous(), weight, eps, out)
         return out
 
+    def norm_for(
+        self, reader: LinearOp | None, stream: Stream, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Rows]:
+        """One launch: the addition, what comes before it, the norm and, for 8 bits, rounding."""
+        if isinstance(reader, RoundedLinear):
+            return stream.rows, reader.norm(stream, weight, eps)
+        x, rows = added_to(stream)
+        out = result_like(x, x.shape[1], self.dtype)
+        rms_norm(x, weight, eps, out, rows, stream.update_norm)
+        return stream.rows, out.to(self.dtype)
+
+    def norm_heads(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        outs = [result_like(x, x.shape[1] * x.shape[2], x.dtype).view(x.shape) for x in (q, k)]
+        norm_heads(q, k, q_weight, k_weight, eps, *outs)
+        return outs[0].to(q.dtype), outs[1].to(k.dtype)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated(gate_up, gelu=False)
 
@@ -158,6 +177,6 @@ class TritonBackend(ReferenceBackend):
         return self._gated(gate_up, gelu=True)
 
     def _gated(self, gate_up: Tensor, *, gelu: bool) -> Tensor:
-        out = result_like(gate_up, gate_up.shape[1] // 2)
+        out = result_like(gate_up, gate_up.shape[1] // 2, gate_up.dtype)
         gated(gate_up.contiguous(), out, gelu=gelu)
         return out.to(gate_up.dtype)

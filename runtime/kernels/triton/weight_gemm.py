@@ -28,15 +28,10 @@ from qtool.runtime.kernels.triton.planes import (
     unpack_int4,
     unpack_int8,
 )
+from qtool.runtime.kernels.triton.rounding import DTYPES
 
 ZERO_MASK = tl.constexpr(layout.ZERO_MASK)
 TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
-
-OPERANDS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-}
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -188,7 +183,7 @@ def constants(
         "CODES": shape.codes.value,
         "GROUPED": shape.grouped,
         "ZERO": shape.constant_zero,
-        "OPERAND": OPERANDS[dtype],
+        "OPERAND": DTYPES[dtype],
         "FACTOR": FP8_FP16_FACTOR if short else 1.0,
         "GATED": gated,
         "ASM": asm,

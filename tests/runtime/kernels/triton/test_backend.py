@@ -154,10 +154,10 @@ class _Recorder:
 
 def _zeros_rounded(
     x: Tensor, scheme: ActivationScheme, columns: int, **_: Any
-) -> linears.RoundedInput:
+) -> linears.RoundedRows:
     """What rounding zeros gives, without the interpreter."""
     kind = torch.int8 if scheme.type == "int" else torch.float8_e4m3fn
-    return linears.RoundedInput(
+    return linears.RoundedRows(
         torch.zeros(len(x), columns, dtype=torch.uint8).view(kind), torch.ones(len(x))
     )
 
