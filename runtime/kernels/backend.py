@@ -108,6 +108,23 @@ class LinearOp(ABC):
         return self(rows)
 
 
+class ExpertsOp(ABC):
+    """All experts of a mixture in a fixed number of launches."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What the chosen experts make of each row, weighted and added up.
+
+        Args:
+            x: [T, hidden].
+            weights: float32 [T, top_k].
+            chosen: int64 [T, top_k], experts' numbers.
+
+        Returns:
+            float32 [T, hidden].
+        """
+
+
 class SideBySide(LinearOp):
     """Linears of one input that do not stack into one weight: one after another."""
 
@@ -162,6 +179,16 @@ class Backend(ABC):
         product.
         """
         return self.linear(weight, bias)
+
+    def experts(
+        self,
+        gate_up: Sequence[LinearOp],
+        down: Sequence[LinearOp],
+        activation: str,
+        top_k: int,
+    ) -> ExpertsOp | None:
+        """Experts' linears, prepared already, as one operation; ``None``: one after another."""
+        return None
 
     def head(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         """Prepare the head; it computes in float32.

@@ -88,13 +88,20 @@ def compile_kernel(
 
 
 def compile_gemm(
-    target: Target, shape: GemmShape, tiles: Tiles, dtype: torch.dtype, *, gated: bool = False
+    target: Target,
+    shape: GemmShape,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    experts: bool = False,
 ) -> Compiled:
     """A GEMM as its wrapper would launch it, without bias or residual.
 
     Args:
         dtype: of activations, or for 8-bit products of the result.
         gated: whether rows are a gate and its up projection.
+        experts: for the rows that each expert of a mixture has.
     """
     pointers = {
         "scales_ptr": torch.int32,
@@ -102,18 +109,23 @@ def compile_gemm(
         "partials_ptr": torch.float32,
         "locks_ptr": torch.int32,
     }
+    slots = 8 if gated and experts else 1
+    if experts:
+        pointers |= {"order_ptr": torch.int32, "blocks_ptr": torch.int32}
     if shape.is_bytes:
         code = torch.int8 if shape.codes is Codes.INT8_BYTES else torch.float8_e4m3fn
         pointers |= {"x_ptr": code, "words_ptr": code, "token_scales_ptr": torch.float32}
         kernel: Any = byte_gemm.byte_gemm_kernel
         asm = target.is_nvidia and target.capability < 90
-        constants = byte_gemm.constants(shape, tiles, gated=gated, asm=asm)
+        constants = byte_gemm.constants(shape, tiles, gated=gated, slots=slots, asm=asm)
     else:
         pointers |= {"x_ptr": dtype, "words_ptr": torch.int16}
         if shape.zeros == "rows":
             pointers["zeros_ptr"] = torch.int32
         kernel = weight_gemm.weight_gemm_kernel
-        constants = weight_gemm.constants(shape, tiles, dtype, gated=gated, asm=target.is_nvidia)
+        constants = weight_gemm.constants(
+            shape, tiles, dtype, gated=gated, slots=slots, asm=target.is_nvidia
+        )
     arguments = {name: f"*{TYPES[kind]}" for name, kind in pointers.items()}
     arguments |= dict.fromkeys(("M", "N", "steps"), "i32")
     return compile_kernel(kernel, arguments, constants, target, tiles)

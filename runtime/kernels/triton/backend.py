@@ -1,18 +1,20 @@
 """The GPU back end: Triton for quantized linears, norms and gates.
 
 Plain weights are multiplied by the vendor's GEMM. Attention is still the reference's, in plain
-torch. What has no packed form (odd groups, scales of more than 20 bits, FP8 in blocks below
-sm_89, float32) is held dense, and says so in its kernel's name.
+torch. What has no packed form (odd groups, scales of more than 20 bits, float32) is held dense,
+and says so in its kernel's name.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
 from qtool.formats.tensor import QuantizedTensor
-from qtool.runtime.kernels.backend import LinearOp, Rows, Stream
+from qtool.runtime.kernels.backend import ExpertsOp, LinearOp, Rows, Stream
 from qtool.runtime.kernels.cpu.torch_ops import DenseLinear
 from qtool.runtime.kernels.reference import (
     ReferenceBackend,
@@ -21,6 +23,7 @@ from qtool.runtime.kernels.reference import (
     rounds_input,
 )
 from qtool.runtime.kernels.triton.config import TileTable
+from qtool.runtime.kernels.triton.experts import PackedExperts, why_apart
 from qtool.runtime.kernels.triton.gated import gated
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
@@ -29,7 +32,6 @@ from qtool.runtime.kernels.triton.linear import (
     Place,
     RoundedLinear,
     added_to,
-    multiplies_codes,
     result_like,
 )
 from qtool.runtime.kernels.triton.norm import norm_heads, rms_norm
@@ -64,6 +66,7 @@ class TritonBackend(ReferenceBackend):
         super().__init__(device, dtype)
         self.target, self._place = target, Place(target, Workspace.on(device), table)
         self._packed: list[PackedLinear] = []
+        self._experts: list[PackedExperts] = []
 
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         bias = None if bias is None else bias.to(self.device)
@@ -102,13 +105,28 @@ class TritonBackend(ReferenceBackend):
         self._packed.append(operation)
         return operation
 
+    def experts(
+        self,
+        gate_up: Sequence[LinearOp],
+        down: Sequence[LinearOp],
+        activation: str,
+        top_k: int,
+    ) -> ExpertsOp | None:
+        """For packed weights without biases or scales of their own for inputs."""
+        up = [op for op in gate_up if isinstance(op, PackedLinear)]
+        out = [op for op in down if isinstance(op, PackedLinear)]
+        if why_apart(gate_up) or why_apart(down):
+            return None
+        operation = PackedExperts(up, out, activation, top_k, self._place)
+        # They are not called one by one, so they are neither compiled nor tuned so.
+        self._packed = [op for op in self._packed if op not in {*up, *out}]
+        self._experts.append(operation)
+        return operation
+
     def _why_dense(self, weight: QuantizedTensor) -> str | None:
         """What keeps a weight from the kernels, or ``None``."""
         if self.dtype not in (torch.float16, torch.bfloat16):
             return f"computing in {self.dtype}"
-        blocks = rounds_input(weight) and weight.scheme.strategy == "block"
-        if blocks and not multiplies_codes(weight, self.target):
-            return f"FP8 in blocks on {self.target.arch}"
         return why_not_packable(weight)
 
     def _held_dense(self, weight: QuantizedTensor, bias: Tensor | None, reason: str) -> LinearOp:
@@ -144,7 +162,7 @@ class TritonBackend(ReferenceBackend):
         """Compile every configuration of every packed weight; the interpreter compiles nothing."""
         if is_interpreted():
             return
-        for operation in self._packed:
+        for operation in (*self._packed, *self._experts):
             operation.warm_up()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -33,6 +33,7 @@ from qtool.runtime.kernels.triton.layout import (
 )
 from qtool.runtime.kernels.triton.norm import rms_norm_rounded
 from qtool.runtime.kernels.triton.round_input import round_input
+from qtool.runtime.kernels.triton.routing import Routed
 from qtool.runtime.kernels.triton.target import Target
 from qtool.runtime.kernels.triton.weight_gemm import weight_gemm
 
@@ -96,8 +97,8 @@ class PackedLinear(LinearOp):
         gated: Tensor = functional.silu(gate) * up
         return gated.flatten(1).to(out.dtype)
 
-    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles) -> None:
-        """``out = x @ weight.T + bias`` in these tiles."""
+    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
+        """``out = x @ weight.T + bias`` in these tiles; if routed, of all experts' weights."""
         padding = self.weight.padded[1] - x.shape[1]
         x = functional.pad(x, (0, padding)) if padding else x.contiguous()
         weight_gemm(
@@ -107,8 +108,13 @@ class PackedLinear(LinearOp):
             tiles,
             self._place.workspace,
             bias=self._bias,
+            routed=routed,
             asm=self._place.target.is_nvidia,
         )
+
+    def why_alone(self) -> str | None:
+        """What keeps it from running with other experts' linears at once, or ``None``."""
+        return None if self._bias is None else "it has a bias"
 
     def warm_up(self) -> None:
         """Compile everything a call can need."""
@@ -147,6 +153,11 @@ class RoundedLinear(PackedLinear):
         super().__init__(pack(weight, as_bytes=as_bytes, gate_up=gate_up), bias, dtype, place)
         self._scheme: ActivationScheme = weight.scheme.activations
         self._static = None if weight.input_scale is None else weight.input_scale.float()
+        if self.weight.grouped and not as_bytes:
+            # Dequantized, its blocks' scales would be rounded to 16 bits, and tokens' with them.
+            widest = self.configs[BUCKETS[-1]]
+            assert widest is not None, "only prompts longer than all buckets are dequantized"
+            self.configs[LONG_PROMPT] = widest.unsplit()
         kind = "INT8" if self._scheme.type == "int" else "FP8"
         way = "static" if self._static is not None else f"per {self._scheme.strategy}"
         self.kernel = f"triton {kind} x {kind}, inputs {way}"
@@ -195,7 +206,15 @@ class RoundedLinear(PackedLinear):
         columns, as_values = self.weight.padded[1], self._as_values
         return round_input(x, self._scheme, columns, static=self._static, as_values=as_values)
 
-    def multiply_rounded(self, x: RoundedRows, out: Tensor, tiles: Tiles) -> None:
+    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
+        self.multiply_rounded(self._rounded(x.contiguous()), out, tiles, routed)
+
+    def why_alone(self) -> str | None:
+        return super().why_alone() or (None if self._static is None else "its input has a scale")
+
+    def multiply_rounded(
+        self, x: RoundedRows, out: Tensor, tiles: Tiles, routed: Routed | None = None
+    ) -> None:
         """``out = x @ weight.T + bias`` in these tiles, x rounded already."""
         target, workspace = self._place.target, self._place.workspace
         if self.weight.codes is Codes.FP8:
@@ -207,12 +226,21 @@ class RoundedLinear(PackedLinear):
                 workspace,
                 bias=self._bias,
                 token_scales=x.scales,
+                routed=routed,
                 asm=target.is_nvidia,
             )
         else:
             old = target.is_nvidia and target.capability < 90
             byte_gemm(
-                x.codes, x.scales, self.weight, out, tiles, workspace, bias=self._bias, asm=old
+                x.codes,
+                x.scales,
+                self.weight,
+                out,
+                tiles,
+                workspace,
+                bias=self._bias,
+                routed=routed,
+                asm=old,
             )
 
 
