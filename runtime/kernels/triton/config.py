@@ -188,7 +188,8 @@ def _wide(target: Target, shape: GemmShape, bucket: int) -> tuple[int, int]:
         return block_m, 8 if block_m == 128 else 4
     if target.capability < 90 or bucket <= 32:
         return 32, 4
-    return (64, 4) if bucket <= 64 else (128, 8)
+    # From sm_100 on two groups of warps would hand the weights over through shared memory.
+    return (64, 4) if bucket <= 64 or target.capability >= 100 else (128, 8)
 
 
 def _stages(target: Target, shape: GemmShape, block_m: int, block_n: int) -> int:
