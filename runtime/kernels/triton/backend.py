@@ -162,8 +162,10 @@ class TritonBackend(ReferenceBackend):
         """Compile every configuration of every packed weight; the interpreter compiles nothing."""
         if is_interpreted():
             return
-        for operation in (*self._packed, *self._experts):
+        for operation in self._packed:
             operation.warm_up()
+        for experts in self._experts:
+            experts.warm_up()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

@@ -27,7 +27,7 @@ class Routed:
     Attributes:
         order: int32 [S]: slots, which are rows of the result, by expert.
         blocks: int32 [3, B]: a block's expert, and the places in ``order`` of its first slot and
-            behind its expert's last one. Blocks that are not needed end where they begin.
+            behind its expert's last one. Blocks that are not needed begin there or later.
         slots_per_row: rows of the result for a row of the input.
         scales: float32 [S]: what rows of the result are multiplied by; or ``None``.
     """
@@ -92,16 +92,17 @@ def route_kernel(
     place = tl.sum(tl.where(numbers < expert, counts, 0), 0)
     block = tl.sum(tl.where(numbers < expert, taken, 0), 0)
     end = place + tl.sum(tl.where(numbers == expert, counts, 0), 0)
-    for first in range(place, end, BLOCK_M):
-        tl.store(blocks_ptr + block, expert)
-        tl.store(blocks_ptr + num_blocks + block, first)
-        tl.store(blocks_ptr + 2 * num_blocks + block, end)
-        block += 1
-    if expert == tl.num_programs(0) - 1:
-        for idle in range(block, num_blocks):
-            tl.store(blocks_ptr + idle, 0)
-            tl.store(blocks_ptr + num_blocks + idle, 0)
-            tl.store(blocks_ptr + 2 * num_blocks + idle, 0)
+    # The last expert has all that is left: behind its own blocks they begin behind its slots.
+    is_last = expert == tl.num_programs(0) - 1
+    behind = block + (end - place + BLOCK_M - 1) // BLOCK_M
+    behind = tl.where(is_last, num_blocks, behind)
+    for start in range(0, num_blocks, CHUNK):
+        blocks = start + within
+        mine = (blocks >= block) & (blocks < behind)
+        first = place + (blocks - block) * BLOCK_M
+        tl.store(blocks_ptr + blocks, tl.zeros_like(blocks) + expert, mask=mine)
+        tl.store(blocks_ptr + num_blocks + blocks, first, mask=mine)
+        tl.store(blocks_ptr + 2 * num_blocks + blocks, tl.zeros_like(blocks) + end, mask=mine)
     for start in range(0, S, CHUNK):
         slots = start + within
         chosen = tl.load(chosen_ptr + slots, mask=slots < S, other=EXPERTS).to(tl.int32)
