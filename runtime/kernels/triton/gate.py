@@ -72,6 +72,12 @@ class Case:
     experts: int = 0
     token_steps: bool = False
 
+    def runs_on(self, target: Target) -> bool:
+        """e4m3 products need the hardware; blocks are multiplied in 16 bits where it is missing."""
+        if self.token_steps:
+            return not target.has_fp8
+        return self.shape.codes is not Codes.FP8_BYTES or target.has_fp8
+
     def tiles(self, target: Target) -> Tiles:
         """What serving chooses on a GPU."""
         if self.experts:
@@ -212,11 +218,10 @@ def _every_shape() -> Iterator[tuple[str, GemmShape]]:
 def pairs(
     cases: Iterable[Case | RowCase], arches: Iterable[str]
 ) -> Iterator[tuple[Case | RowCase, str]]:
-    """Every case on every architecture that has it: e4m3 products need the hardware."""
+    """Every case on every architecture where it is run."""
     for case in cases:
         for arch in arches:
-            e4m3 = isinstance(case, Case) and case.shape.codes is Codes.FP8_BYTES
-            if not e4m3 or sample_target(arch).has_fp8:
+            if not isinstance(case, Case) or case.runs_on(sample_target(arch)):
                 yield case, arch
 
 

@@ -94,6 +94,7 @@ def weight_gemm_kernel(
     x_ptrs = x_ptr + x_rows[None, :] + tl.arange(0, STEP)[:, None]
     scale_ptrs = scales_ptr + first.to(tl.int64) * num_rows + columns
     if TOKEN_STEPS:
+        scale_ptrs = scales_ptr + first.to(tl.int64) * num_rows + tile_n * BLOCK_N
         token_scale_ptrs = token_scales_ptr + first.to(tl.int64) * M + tokens
 
     zero = tl.full((BLOCK_N,), ZERO, tl.int32)
@@ -115,12 +116,14 @@ def weight_gemm_kernel(
             weights = unpack_int8(words, zero, ZERO, OPERAND, ASM)
         else:
             weights = unpack_fp8(words, OPERAND, ASM)
-        if GROUPED:
-            products = tl.dot(weights, x) * grid.to(tl.float32, bitcast=True)[:, None]
-            if TOKEN_STEPS:
-                products *= tl.load(token_scale_ptrs, mask=live, other=0.0)[None, :]
-                token_scale_ptrs += M
-            sums += products
+        if TOKEN_STEPS:
+            # One scale for 128 rows, so for all of a tile.
+            token_scale = tl.load(token_scale_ptrs, mask=live, other=0.0)
+            token_scale *= grid.to(tl.float32, bitcast=True)
+            sums += tl.dot(weights, x) * token_scale[None, :]
+            token_scale_ptrs += M
+        elif GROUPED:
+            sums += tl.dot(weights, x) * grid.to(tl.float32, bitcast=True)[:, None]
         else:
             sums = tl.dot(weights, x, sums)
         word_ptrs += TILE_ROWS * WORDS
