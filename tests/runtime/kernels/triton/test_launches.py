@@ -142,6 +142,23 @@ def test_additions_norms_and_rounding_share_a_launch(
     assert _layer_launches(load(family, **options), monkeypatch) == expected
 
 
+READ_BACK = {"torch _local_scalar_dense", "torch nonzero", "torch bincount"}
+
+
+@pytest.mark.parametrize(("options", "products"), [(W4, [WORDS]), (W8A8, [ROUND, BYTES])])
+def test_a_mixture_launches_the_same_for_any_choice_and_reads_nothing_back(
+    options: dict[str, Any],
+    products: list[str],
+    load: Callable[..., Decoder],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = _layer_launches(load("mixtral", **options), monkeypatch)
+    kernels = [name for name in names if not name.startswith("torch ")]
+    attention = [NORM, products[-1], *products]
+    assert kernels == [*attention, NORM, "route_kernel", *2 * products, "combine_kernel"]
+    assert not READ_BACK & set(names)
+
+
 def test_without_the_seam_there_are_more_launches(
     load: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
