@@ -5,8 +5,9 @@
 
 Installs nothing. Checks first (a wrong kernel is not timed): each kind of weight against the
 dequantized product, inline assembly against the plain path bit for bit, splits of K a thousand
-times over in a captured graph. Then ceilings (copy, the vendor's 16-bit GEMM) and the kernels,
-with weights that rotate so that none stays in the cache, and the linears of an 8B decoder's step.
+times over in a captured graph, norms and experts that share launches against those that do not.
+Then ceilings (copy, the vendor's 16-bit GEMM) and the kernels, with weights that rotate so that
+none stays in the cache, the linears of an 8B decoder's step, and steps of a whole one.
 A row of the CSV has device and versions, time, and the share of the ceiling measured here.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 import triton
+from gpu_model import decode_steps, model_checks
 from torch import Tensor
 from torch.nn import functional
 
@@ -178,6 +180,7 @@ def checks(bench: Bench) -> Iterator[Row]:
         weight = bench.weight(SCHEMES[name], bench.plan.shapes[0])
         yield _assembly_check(bench, name, weight)
     yield _split_check(bench)
+    yield from model_checks(bench)
 
 
 def _assembly_check(bench: Bench, name: str, weight: QuantizedTensor) -> Row:
@@ -297,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(device, SMALL if chosen.small else FULL)
     rows: list[Row] = []
-    for section in (checks, ceilings, products, decoder_step):
+    for section in (checks, ceilings, products, decoder_step, decode_steps):
         for row in section(bench):
             rows.append(row)
             print(*list(asdict(row).values())[3:], sep="  ", flush=True)

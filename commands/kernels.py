@@ -16,6 +16,7 @@ from qtool.commands import console
 from qtool.errors import KernelError, UsageError
 
 if TYPE_CHECKING:
+    from qtool.runtime.kernels.triton.config import Tiles
     from qtool.runtime.kernels.triton.gate import Finding
 
 
@@ -37,7 +38,7 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
     if note := gate.budget_note():
         show.note(note)
     cases = gate.all_cases() if everything else gate.budgeted_cases()
-    pairs = list(gate.pairs(cases, chosen))
+    pairs = list(gate.pairs((*cases, *gate.rows_to_check()), chosen))
     findings: list[Finding] = []
     with show.steps() as steps:
         for case, arch in pairs:
@@ -83,31 +84,35 @@ def _print(findings: Iterable[Finding], show: console.Show) -> None:
     for f in findings:
         table.add_row(
             f.case.name,
-            str(f.case.tokens),
+            str(getattr(f.case, "tokens", "-")),
             f.arch,
-            f"{f.tiles.block_m}x{f.tiles.block_n}, {f.tiles.num_warps} warps",
-            ", ".join(sorted(f.code.matrix)),
+            "-" if f.tiles is None else _tile(f.tiles),
+            ", ".join(sorted(f.code.matrix)) or "-",
             str(f.code.registers),
             console.size(f.code.shared),
-            f"{f.per_weight:.2f}",
+            "-" if f.per_weight is None else f"{f.per_weight:.2f}",
             "-" if f.budget is None else f"{f.budget:.1f}",
             "; ".join(f.violations) or "ok",
         )
     console.out.print(table)
 
 
+def _tile(tiles: Tiles) -> str:
+    return f"{tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps"
+
+
 def _record(finding: Finding) -> dict[str, Any]:
-    code = finding.code
+    code, per_weight = finding.code, finding.per_weight
     return {
         "kernel": finding.case.name,
-        "tokens": finding.case.tokens,
+        "tokens": getattr(finding.case, "tokens", None),
         "arch": finding.arch,
-        "tiles": asdict(finding.tiles),
+        "tiles": None if finding.tiles is None else asdict(finding.tiles),
         "matrix": sorted(code.matrix),
         "registers": code.registers,
         "stack": code.stack,
         "shared": code.shared,
-        "instructions_per_weight": round(finding.per_weight, 3),
+        "instructions_per_weight": None if per_weight is None else round(per_weight, 3),
         "budget": finding.budget,
         "violations": list(finding.violations),
     }

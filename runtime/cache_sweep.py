@@ -18,6 +18,7 @@ from qtool.errors import UsageError
 from qtool.runtime.batch import Batch
 from qtool.runtime.cache_cases import layer_by_layer
 from qtool.runtime.evaluate import CHUNK
+from qtool.runtime.kernels.backend import Stream
 from qtool.runtime.kv_cache import AttentionCache, CacheForm
 from qtool.runtime.kv_schemes import WIDE, LayerSchemes, kv_scheme
 from qtool.runtime.model import Decoder
@@ -93,12 +94,14 @@ def _run_reference(decoder: Decoder, window: list[int], every: int) -> _Referenc
     for span in spans:
         with run.chunk(*span) as whole:
             batch = _scored(whole, every)
-            stream = [decoder.embed(batch)]
+            stream, kept = decoder.embed(batch), list[Tensor]()
             for index in range(len(decoder.layers)):
+                rows = decoder.backend.settle(stream, decoder.config.norm_eps)
+                kept.append(rows.clone())  # back ends add to the stream in place
                 step = range(index, index + 1)
-                stream.append(decoder.run_layers(stream[-1], step, batch, run.cache))
-        inputs.append(stream[:-1])
-        log_probs.append(_log_probs(decoder.logits(stream[-1], batch)))
+                stream = decoder.run_layers(Stream(rows), step, batch, run.cache)
+        inputs.append(kept)
+        log_probs.append(_log_probs(decoder.logits(stream, batch)))
     return _Reference(spans, inputs, log_probs, every)
 
 
@@ -107,13 +110,13 @@ def _loss(decoder: Decoder, layer: int, window: list[int], reference: _Reference
     run, total = WindowRun(decoder, window), 0.0
     assert isinstance(run.cache, AttentionCache)
     rest = range(layer, len(decoder.layers))
-    for span, stream, log_p in zip(
+    for span, rows, log_p in zip(
         reference.spans, reference.inputs, reference.log_probs, strict=True
     ):
         with run.chunk(*span) as whole:
             batch = _scored(whole, reference.every)
-            x = decoder.run_layers(stream[layer], rest, batch, run.cache)
-        log_q = _log_probs(decoder.logits(x, batch))
+            stream = decoder.run_layers(Stream(rows[layer].clone()), rest, batch, run.cache)
+        log_q = _log_probs(decoder.logits(stream, batch))
         total += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
     # Of two equal distributions rounding makes a little less than nothing.
     return max(total / sum(map(len, reference.log_probs)), 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import Activation, DecoderConfig
-from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp
+from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp, Rows, Stream
 from qtool.runtime.kv_cache import AttentionCache
 from qtool.runtime.rotary import RotaryRows, rotate
 
@@ -32,7 +32,7 @@ class Attention:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Rows,
         rotary: tuple[RotaryRows, ...],
         layer: int,
         batch: Batch,
@@ -40,36 +40,31 @@ class Attention:
         config: DecoderConfig,
         backend: Backend,
     ) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; the rows' keys and values are written first.
+        """x [T, hidden], normed -> [T, hidden]; the rows' keys and values are written first.
 
         Args:
             rotary: the batch's rows of every rotary table.
         """
-        heads = self.qkv(x).view(x.shape[0], -1, config.head_dim)
+        heads = self.qkv.read(x).unflatten(1, (-1, config.head_dim))
         q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        q = _norm_heads(q, self.q_norm, config, backend)
-        k = _norm_heads(k, self.k_norm, config, backend)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = backend.norm_heads(q, k, self.q_norm, self.k_norm, config.norm_eps)
         if self.rope is not None:
             q, k = rotate(q, rotary[self.rope]), rotate(k, rotary[self.rope])
         out = cache.attend(layer, q, k, v, batch, self.scope, backend)
-        return self.output(out.reshape(x.shape[0], -1))
-
-
-def _norm_heads(
-    x: Tensor, weight: Tensor | None, config: DecoderConfig, backend: Backend
-) -> Tensor:
-    """Heads [T, H, head_dim], each scaled to unit root mean square where there is a norm."""
-    if weight is None:
-        return x
-    rows = x.reshape(-1, config.head_dim).float()
-    return backend.rms_norm(rows, weight, config.norm_eps).to(x.dtype).view(x.shape)
+        return self.output(out.flatten(1))
 
 
 class FeedForward(Protocol):
     """What stands behind the attention: an MLP, or a mixture of them."""
 
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+    @property
+    def reader(self) -> LinearOp | None:
+        """The one linear that reads its input, or ``None`` where there are several."""
+        ...
+
+    def __call__(self, x: Rows, backend: Backend) -> Tensor:
+        """x [T, hidden], normed for its reader -> [T, hidden]."""
         ...
 
 
@@ -81,9 +76,14 @@ class Mlp:
     down: LinearOp
     activation: Activation = "silu"
 
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+    @property
+    def reader(self) -> LinearOp:
+        """What reads its input."""
+        return self.gate_up
+
+    def __call__(self, x: Rows, backend: Backend) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        gate_up = self.gate_up(x)
+        gate_up = self.gate_up.read(x)
         if self.gate_up.gates:
             return self.down(gate_up)
         if self.activation == "silu":
@@ -109,23 +109,18 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: Tensor,
+        stream: Stream,
         rotary: tuple[RotaryRows, ...],
         layer: int,
         batch: Batch,
         cache: AttentionCache,
         config: DecoderConfig,
         backend: Backend,
-    ) -> Tensor:
-        """The residual stream, float32 [T, hidden], behind this layer."""
-
-        def norm(rows: Tensor, weight: Tensor | None) -> Tensor:
-            return (
-                rows if weight is None else backend.rms_norm(rows.float(), weight, config.norm_eps)
-            )
-
-        normed = norm(x, self.attention_norm).to(backend.dtype)
+    ) -> Stream:
+        """The residual stream [T, hidden] behind this layer."""
+        eps = config.norm_eps
+        rows, normed = backend.norm_for(self.attention.qkv, stream, self.attention_norm, eps)
         out = self.attention(normed, rotary, layer, batch, cache, config, backend)
-        x = x + norm(out, self.attention_out_norm)
-        out = self.mlp(norm(x, self.mlp_norm).to(backend.dtype), backend)
-        return x + norm(out, self.mlp_out_norm)
+        stream = Stream(rows, out, self.attention_out_norm)
+        rows, normed = backend.norm_for(self.mlp.reader, stream, self.mlp_norm, eps)
+        return Stream(rows, self.mlp(normed, backend), self.mlp_out_norm)

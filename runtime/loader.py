@@ -202,13 +202,23 @@ class DecoderBuilder:
         if moe.shared_width is not None:
             mlp = self._mlp(f"{module}.shared_expert", moe.shared_width)
             shared = SharedExpert(mlp, self._router(f"{module}.shared_expert_gate", 1))
-        experts = (f"{module}.experts.{number}" for number in range(moe.num_experts))
+        experts = tuple(
+            self._mlp(f"{module}.experts.{number}", moe.width, names=names.projections)
+            for number in range(moe.num_experts)
+        )
+        together = self._backend.experts(
+            [expert.gate_up for expert in experts],
+            [expert.down for expert in experts],
+            self._config.activation,
+            moe.top_k,
+        )
         return MixtureOfExperts(
             router=self._router(f"{module}.gate", moe.num_experts),
-            experts=tuple(self._mlp(name, moe.width, names=names.projections) for name in experts),
+            experts=experts,
             top_k=moe.top_k,
             normalize=moe.normalize,
             shared=shared,
+            together=together,
         )
 
     def _router(self, module: str, size: int) -> LinearOp:

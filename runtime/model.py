@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
-from qtool.runtime.kernels.backend import Backend, LinearOp
+from qtool.runtime.kernels.backend import Backend, LinearOp, Stream
 from qtool.runtime.kernels.cpu.kv_pages import takes
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import AttentionCache, BlockPools, CacheForm, LayerCache, PagedCache
@@ -109,32 +109,36 @@ class Decoder:
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:
         """Float32 logits [R, vocab] of ``batch.logit_rows``; the cache gains the batch's rows."""
         assert isinstance(cache, AttentionCache)
-        x = self.run_layers(self.embed(batch), range(len(self.layers)), batch, cache)
-        return self.logits(x, batch)
+        stream = self.run_layers(self.embed(batch), range(len(self.layers)), batch, cache)
+        return self.logits(stream, batch)
 
     @torch.inference_mode()
-    def embed(self, batch: Batch) -> Tensor:
-        """The first layer's input, float32 [T, hidden].
+    def embed(self, batch: Batch) -> Stream:
+        """The first layer's input, [T, hidden].
 
         The residual stream stays in float32: in bfloat16 every layer would round it to 8 bits.
         """
-        return self.embedding[batch.token_ids].float() * self.config.embedding_scale
+        return Stream(self.embedding[batch.token_ids].float() * self.config.embedding_scale)
 
     @torch.inference_mode()
-    def run_layers(self, x: Tensor, span: range, batch: Batch, cache: AttentionCache) -> Tensor:
-        """Some layers one after the other, float32 [T, hidden]; their caches gain the rows."""
+    def run_layers(
+        self, stream: Stream, span: range, batch: Batch, cache: AttentionCache
+    ) -> Stream:
+        """Some layers one after the other, [T, hidden]; their caches gain the rows."""
         rotary = tuple(table.rows(batch.positions) for table in self.rotary)
         for index in span:
-            x = self.layers[index](x, rotary, index, batch, cache, self.config, self.backend)
-        return x
+            layer = self.layers[index]
+            stream = layer(stream, rotary, index, batch, cache, self.config, self.backend)
+        return stream
 
     @torch.inference_mode()
-    def logits(self, x: Tensor, batch: Batch) -> Tensor:
-        """Float32 logits [R, vocab] of the last layer's output, float32 [T, hidden]."""
+    def logits(self, stream: Stream, batch: Batch) -> Tensor:
+        """Float32 logits [R, vocab] of the last layer's output [T, hidden]."""
         config = self.config
         if not len(batch.logit_rows):
-            return x.new_empty(0, config.vocab_size)
-        rows = self.backend.rms_norm(x[batch.logit_rows], self.norm, config.norm_eps)
+            return stream.rows.new_empty(0, config.vocab_size)
+        rows = self.backend.settle(stream, config.norm_eps)[batch.logit_rows]
+        rows = self.backend.rms_norm(rows, self.norm, config.norm_eps)
         return soft_cap(self.head(rows), config.final_softcap)
 
     def likeliest(self, batch: Batch, cache: BlockPools) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,6 +58,38 @@ class AttentionScope:
     softcap: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Rows that are rounded to 8 bits already, in the form that one linear reads.
+
+    Attributes:
+        codes: [M, K'].
+        scales: float32 [M], or [K' / 128, M].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+# What comes out of a norm: [M, K] in the compute dtype, or rounded for the one that reads it.
+Rows: TypeAlias = Tensor | RoundedRows
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream between two parts of a decoder; the last one's result is not added yet.
+
+    Attributes:
+        rows: float32 [M, K]; a back end may add the update in place.
+        update: [M, K] in the compute dtype, or ``None``.
+        update_norm: float32 [K] of a norm that the update goes through first, or ``None``.
+    """
+
+    rows: Tensor
+    update: Tensor | None = None
+    update_norm: Tensor | None = None
+
+
 class LinearOp(ABC):
     """A linear layer ready to run: weights in the back end's own layout."""
 
@@ -69,6 +101,28 @@ class LinearOp(ABC):
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, in_features] -> [M, out_features], in x's dtype."""
+
+    def read(self, rows: Rows) -> Tensor:
+        """The same of what :meth:`Backend.norm_for` made for this linear."""
+        assert isinstance(rows, Tensor), "rounded for another linear"
+        return self(rows)
+
+
+class ExpertsOp(ABC):
+    """All experts of a mixture in a fixed number of launches."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What the chosen experts make of each row, weighted and added up.
+
+        Args:
+            x: [T, hidden].
+            weights: float32 [T, top_k].
+            chosen: int64 [T, top_k], experts' numbers.
+
+        Returns:
+            float32 [T, hidden].
+        """
 
 
 class SideBySide(LinearOp):
@@ -126,6 +180,16 @@ class Backend(ABC):
         """
         return self.linear(weight, bias)
 
+    def experts(
+        self,
+        gate_up: Sequence[LinearOp],
+        down: Sequence[LinearOp],
+        activation: str,
+        top_k: int,
+    ) -> ExpertsOp | None:
+        """Experts' linears, prepared already, as one operation; ``None``: one after another."""
+        return None
+
     def head(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         """Prepare the head; it computes in float32.
 
@@ -147,6 +211,39 @@ class Backend(ABC):
 
         x [M, K], weight [K] -> [M, K], all float32.
         """
+
+    def settle(self, stream: Stream, eps: float) -> Tensor:
+        """The stream with its update added, float32 [M, K]."""
+        update = stream.update
+        if update is None:
+            return stream.rows
+        if stream.update_norm is not None:
+            update = self.rms_norm(update.float(), stream.update_norm, eps)
+        return stream.rows + update
+
+    def norm_for(
+        self, reader: LinearOp | None, stream: Stream, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Rows]:
+        """Add a stream's update, and norm the sum: (sum, float32 [M, K]; its norm).
+
+        Args:
+            reader: the one linear that will read the norm (:meth:`LinearOp.read`), which may get
+                it rounded; ``None`` where others do, who get it in the compute dtype.
+            weight: float32 [K], the norm's.
+        """
+        rows = self.settle(stream, eps)
+        return rows, self.rms_norm(rows, weight, eps).to(self.dtype)
+
+    def norm_heads(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Queries [T, H, D] and keys [T, KV, D], each head normed; weights float32 [D]."""
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[2]).float()
+            return self.rms_norm(rows, weight, eps).to(x.dtype).view(x.shape)
+
+        return norm(q, q_weight), norm(k, k_weight)
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:

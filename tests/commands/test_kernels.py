@@ -23,11 +23,13 @@ from qtool.runtime.kernels.triton.machine_code import MachineCode
 CODE = MachineCode(96, 0, 25600, frozenset({"HMMA"}), ("HMMA",) * 256)
 
 
-def _fake_gate(**violations: tuple[str, ...]) -> Any:
+def _fake_gate(rows: int = 0, **violations: tuple[str, ...]) -> Any:
     """The real gate, but for compiling: each architecture has the violations given."""
 
-    def check(case: gate.Case, arch: str) -> gate.Finding:
+    def check(case: gate.Case | gate.RowCase, arch: str) -> gate.Finding:
         found = violations.get(arch, ())
+        if isinstance(case, gate.RowCase):
+            return gate.Finding(case, arch, None, CODE, None, None, found)
         return gate.Finding(case, arch, Tiles(8, 64, 2, 5), CODE, 2.0, 2.0, found)
 
     def one_case() -> Iterable[gate.Case]:
@@ -40,6 +42,7 @@ def _fake_gate(**violations: tuple[str, ...]) -> Any:
         ARCHES=("sm_80", "sm_90"),
         budgeted_cases=one_case,
         all_cases=all_cases,
+        rows_to_check=lambda: gate.rows_to_check()[:rows],
         budget_note=lambda: None,
         pairs=gate.pairs,
         check=check,
@@ -57,6 +60,20 @@ def test_good_kernels_are_a_table(
     kernels.run(Show(as_json=True, quiet=True), everything=True, arches=("sm_90",))
     (row,) = json.loads(capsys.readouterr().out)["kernels"]
     assert row["kernel"] == "everything" and row["arch"] == "sm_90"
+
+
+def test_kernels_without_a_product_have_rows_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(rows=1))
+    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=("sm_80",))
+    product, row = json.loads(capsys.readouterr().out)["kernels"]
+    assert product["tokens"] == 8 and product["instructions_per_weight"] == 2.0
+    assert row["kernel"] == "norm" and row["tiles"] is row["instructions_per_weight"] is None
+    kernels.run(Show(quiet=True), everything=False, arches=("sm_80",))
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(rows=1, sm_80=("a fault",)))
+    with pytest.raises(KernelError, match="norm, sm_80: a fault"):
+        kernels.run(Show(quiet=True), everything=False, arches=("sm_80",))
 
 
 def test_a_violation_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

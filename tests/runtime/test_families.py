@@ -216,5 +216,7 @@ def test_what_the_native_step_lacks_is_named_and_the_layers_run_one_by_one(
     assert any(f"the native step has no {why}" in note for note in loaded.notes)
     assert relative_error(run_whole(loaded.decoder, ids), ref_logits(folder, ids)) < 1e-4
     small = _load(folder, None, cpu_compute="fp32", kv_cache_dtype="int8")
-    assert small.decoder.kv.schemes.name == "int8" and small.notes == loaded.notes
+    assert small.decoder.kv.schemes.name == "int8"
+    (remark,) = set(small.notes) - set(loaded.notes)
+    assert "int8 has not been measured on this model" in remark
     assert relative_error(run_whole(small.decoder, ids), ref_logits(folder, ids)) < 0.05

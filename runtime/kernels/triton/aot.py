@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -27,11 +27,22 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.uint8: "u8",
     torch.int8: "i8",
     torch.int16: "i16",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
 }
+
+
+class Launch(Protocol):
+    """How a kernel is launched, as Triton means it; :class:`.config.Tiles` says so too."""
+
+    @property
+    def num_warps(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ def compile_kernel(
     arguments: Mapping[str, str],
     constants: Mapping[str, Any],
     target: Target,
-    tiles: Tiles,
+    launch: Launch,
 ) -> Compiled:
     """Machine code of one form of a kernel.
 
@@ -82,19 +93,33 @@ def compile_kernel(
         gpu = GPUTarget("hip", target.arch, 64)
     source = ASTSource(kernel, signature, constexprs, aligned)
     # Fused multiply-adds are Triton's default until 3.10; said here so that counts stay.
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     code = triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
     return Compiled(int(code.metadata.shared), code.asm.get("cubin"), code.asm.get("amdgcn"))
 
 
+def pointer(dtype: torch.dtype) -> str:
+    """Triton's type of a tensor's memory."""
+    return f"*{TYPES[dtype]}"
+
+
 def compile_gemm(
-    target: Target, shape: GemmShape, tiles: Tiles, dtype: torch.dtype, *, gated: bool = False
+    target: Target,
+    shape: GemmShape,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    experts: bool = False,
+    token_steps: bool = False,
 ) -> Compiled:
     """A GEMM as its wrapper would launch it, without bias or residual.
 
     Args:
         dtype: of activations, or for 8-bit products of the result.
         gated: whether rows are a gate and its up projection.
+        experts: for the rows that each expert of a mixture has.
+        token_steps: whether tokens of 16-bit products have a scale a step.
     """
     pointers = {
         "scales_ptr": torch.int32,
@@ -102,18 +127,31 @@ def compile_gemm(
         "partials_ptr": torch.float32,
         "locks_ptr": torch.int32,
     }
+    slots = 8 if gated and experts else 1
+    if experts:
+        pointers |= {"order_ptr": torch.int32, "blocks_ptr": torch.int32}
     if shape.is_bytes:
         code = torch.int8 if shape.codes is Codes.INT8_BYTES else torch.float8_e4m3fn
         pointers |= {"x_ptr": code, "words_ptr": code, "token_scales_ptr": torch.float32}
         kernel: Any = byte_gemm.byte_gemm_kernel
         asm = target.is_nvidia and target.capability < 90
-        constants = byte_gemm.constants(shape, tiles, gated=gated, asm=asm)
+        constants = byte_gemm.constants(shape, tiles, gated=gated, slots=slots, asm=asm)
     else:
         pointers |= {"x_ptr": dtype, "words_ptr": torch.int16}
+        if token_steps:
+            pointers["token_scales_ptr"] = torch.float32
         if shape.zeros == "rows":
             pointers["zeros_ptr"] = torch.int32
         kernel = weight_gemm.weight_gemm_kernel
-        constants = weight_gemm.constants(shape, tiles, dtype, gated=gated, asm=target.is_nvidia)
-    arguments = {name: f"*{TYPES[kind]}" for name, kind in pointers.items()}
+        constants = weight_gemm.constants(
+            shape,
+            tiles,
+            dtype,
+            gated=gated,
+            token_steps=token_steps,
+            slots=slots,
+            asm=target.is_nvidia,
+        )
+    arguments = {name: pointer(kind) for name, kind in pointers.items()}
     arguments |= dict.fromkeys(("M", "N", "steps"), "i32")
     return compile_kernel(kernel, arguments, constants, target, tiles)

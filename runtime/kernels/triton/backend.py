@@ -1,18 +1,20 @@
 """The GPU back end: Triton for quantized linears, norms and gates.
 
 Plain weights are multiplied by the vendor's GEMM. Attention is still the reference's, in plain
-torch. What has no packed form (odd groups, scales of more than 20 bits, FP8 in blocks below
-sm_89, float32) is held dense, and says so in its kernel's name.
+torch. What has no packed form (odd groups, scales of more than 20 bits, float32) is held dense,
+and says so in its kernel's name.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
 from qtool.formats.tensor import QuantizedTensor
-from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.backend import ExpertsOp, LinearOp, Rows, Stream
 from qtool.runtime.kernels.cpu.torch_ops import DenseLinear
 from qtool.runtime.kernels.reference import (
     ReferenceBackend,
@@ -21,6 +23,7 @@ from qtool.runtime.kernels.reference import (
     rounds_input,
 )
 from qtool.runtime.kernels.triton.config import TileTable
+from qtool.runtime.kernels.triton.experts import PackedExperts, why_apart
 from qtool.runtime.kernels.triton.gated import gated
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
@@ -28,10 +31,10 @@ from qtool.runtime.kernels.triton.linear import (
     PackedLinear,
     Place,
     RoundedLinear,
-    multiplies_codes,
+    added_to,
     result_like,
 )
-from qtool.runtime.kernels.triton.norm import rms_norm
+from qtool.runtime.kernels.triton.norm import norm_heads, rms_norm
 from qtool.runtime.kernels.triton.target import Target
 from qtool.runtime.kernels.triton.tuning import TunedFor, minor_version
 
@@ -63,6 +66,7 @@ class TritonBackend(ReferenceBackend):
         super().__init__(device, dtype)
         self.target, self._place = target, Place(target, Workspace.on(device), table)
         self._packed: list[PackedLinear] = []
+        self._experts: list[PackedExperts] = []
 
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         bias = None if bias is None else bias.to(self.device)
@@ -101,13 +105,28 @@ class TritonBackend(ReferenceBackend):
         self._packed.append(operation)
         return operation
 
+    def experts(
+        self,
+        gate_up: Sequence[LinearOp],
+        down: Sequence[LinearOp],
+        activation: str,
+        top_k: int,
+    ) -> ExpertsOp | None:
+        """For packed weights without biases or scales of their own for inputs."""
+        up = [op for op in gate_up if isinstance(op, PackedLinear)]
+        out = [op for op in down if isinstance(op, PackedLinear)]
+        if why_apart(gate_up) or why_apart(down):
+            return None
+        operation = PackedExperts(up, out, activation, top_k, self._place)
+        # They are not called one by one, so they are neither compiled nor tuned so.
+        self._packed = [op for op in self._packed if op not in {*up, *out}]
+        self._experts.append(operation)
+        return operation
+
     def _why_dense(self, weight: QuantizedTensor) -> str | None:
         """What keeps a weight from the kernels, or ``None``."""
         if self.dtype not in (torch.float16, torch.bfloat16):
             return f"computing in {self.dtype}"
-        blocks = rounds_input(weight) and weight.scheme.strategy == "block"
-        if blocks and not multiplies_codes(weight, self.target):
-            return f"FP8 in blocks on {self.target.arch}"
         return why_not_packable(weight)
 
     def _held_dense(self, weight: QuantizedTensor, bias: Tensor | None, reason: str) -> LinearOp:
@@ -145,11 +164,31 @@ class TritonBackend(ReferenceBackend):
             return
         for operation in self._packed:
             operation.warm_up()
+        for experts in self._experts:
+            experts.warm_up()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         rms_norm(x.contiguous(), weight, eps, out)
         return out
+
+    def norm_for(
+        self, reader: LinearOp | None, stream: Stream, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Rows]:
+        """One launch: the addition, what comes before it, the norm and, for 8 bits, rounding."""
+        if isinstance(reader, RoundedLinear):
+            return stream.rows, reader.norm(stream, weight, eps)
+        x, rows = added_to(stream)
+        out = result_like(x, x.shape[1], self.dtype)
+        rms_norm(x, weight, eps, out, rows, stream.update_norm)
+        return stream.rows, out.to(self.dtype)
+
+    def norm_heads(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        outs = [result_like(x, x.shape[1] * x.shape[2], x.dtype).view(x.shape) for x in (q, k)]
+        norm_heads(q, k, q_weight, k_weight, eps, *outs)
+        return outs[0].to(q.dtype), outs[1].to(k.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated(gate_up, gelu=False)
@@ -158,6 +197,6 @@ class TritonBackend(ReferenceBackend):
         return self._gated(gate_up, gelu=True)
 
     def _gated(self, gate_up: Tensor, *, gelu: bool) -> Tensor:
-        out = result_like(gate_up, gate_up.shape[1] // 2)
+        out = result_like(gate_up, gate_up.shape[1] // 2, gate_up.dtype)
         gated(gate_up.contiguous(), out, gelu=gelu)
         return out.to(gate_up.dtype)

@@ -22,6 +22,7 @@ from qtool.runtime.kernels.triton.config import GemmShape, Tiles, shape_of
 from qtool.runtime.kernels.triton.epilogue import store_tile, sum_splits
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.layout import Codes, PackedWeight
+from qtool.runtime.kernels.triton.routing import Routed, block_of, rows_of
 
 TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
 
@@ -38,9 +39,12 @@ def byte_gemm_kernel(
     words_ptr: tl.tensor,  # int8 or e4m3 [N' / 64, steps, 64, STEP]
     scales_ptr: tl.tensor,  # int32 [steps, N'], or [N'] where not grouped
     token_scales_ptr: tl.tensor,  # float32 [steps, M] where grouped, else [M]
+    slot_scales_ptr: tl.tensor,  # float32 [M'], or None
     bias_ptr: tl.tensor,  # [N], or None
-    residual_ptr: tl.tensor,  # [M, N], or None
-    out_ptr: tl.tensor,  # [M, N]
+    residual_ptr: tl.tensor,  # [M', N], or None
+    out_ptr: tl.tensor,  # [M', N]
+    order_ptr: tl.tensor,  # int32 [M']: rows of the result by expert; or None, M' is M
+    blocks_ptr: tl.tensor,  # int32 [3, tiles of tokens] of :mod:`.routing`, or None
     partials_ptr: tl.tensor,  # float32 [tiles, SPLITS, BLOCK_N, BLOCK_M]
     locks_ptr: tl.tensor,  # int32 [tiles]
     M: tl.tensor,
@@ -54,22 +58,30 @@ def byte_gemm_kernel(
     SUM: tl.constexpr,  # dtype of the products' sums: int32 or float32
     PROMOTE: tl.constexpr,  # columns after which e4m3 sums move to float32; None: never
     GATED: tl.constexpr,
+    SLOTS: tl.constexpr,  # rows of the result for a row of x
     ASM: tl.constexpr,  # on GPUs before Hopper
 ) -> None:
     tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, last = steps * split // SPLITS, steps * (split + 1) // SPLITS
 
     rows = tl.arange(0, BLOCK_N)
-    tokens = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     num_rows = tl.num_programs(1) * BLOCK_N  # N'
     blocks = (tile_n * (BLOCK_N // TILE_ROWS) + rows // TILE_ROWS).to(tl.int64)
+    if blocks_ptr is not None:
+        expert, place, end = block_of(blocks_ptr, tile_m)
+        if place >= end:
+            return
+        # Experts lie one behind the other.
+        blocks += expert * (num_rows // TILE_ROWS)
+        scales_ptr += expert * num_rows * (steps if GROUPED else 1)
+    slots, live = rows_of(order_ptr, blocks_ptr, tile_m, M, BLOCK_M)
+    tokens = slots // SLOTS
     word_rows = (blocks * steps + first) * (TILE_ROWS * STEP) + (rows % TILE_ROWS) * STEP
     word_ptrs = words_ptr + word_rows[:, None] + tl.arange(0, STEP)[None, :]
     x_rows = tokens.to(tl.int64) * (steps * STEP) + first * STEP
     x_ptrs = x_ptr + x_rows[None, :] + tl.arange(0, STEP)[:, None]
     scale_ptr = scales_ptr + first.to(tl.int64) * num_rows + tile_n * BLOCK_N
     token_scale_ptrs = token_scales_ptr + first.to(tl.int64) * M + tokens
-    live = tokens < M
 
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32 if GROUPED else SUM)
     for _ in range(first, last):
@@ -98,12 +110,14 @@ def byte_gemm_kernel(
         tile = tile_n * tl.num_programs(0) + tile_m
         sums, is_last = sum_splits(sums, partials_ptr, locks_ptr, tile, split, SPLITS)
         stored = tl.where(is_last, M, 0)
+    slots, live = rows_of(order_ptr, blocks_ptr, tile_m, stored, BLOCK_M)
     store_tile(
         sums,
         out_ptr,
         None if GROUPED else scales_ptr,
         None if GROUPED else token_scales_ptr,
-        bias_ptr, residual_ptr, stored, N, tile_m, tile_n, 1.0, GATED,
+        slot_scales_ptr, bias_ptr, residual_ptr,
+        slots // SLOTS, slots, live, N, tile_n, 1.0, GATED,
     )  # fmt: skip
 
 
@@ -117,6 +131,7 @@ def byte_gemm(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    routed: Routed | None = None,
     asm: bool,
 ) -> None:
     """``out = (x * token_scales) @ weight.T + bias + residual``; nothing is allocated or read back.
@@ -125,35 +140,43 @@ def byte_gemm(
         x: codes [M, K'] contiguous, of the words' dtype; columns beyond the weight's are 0.
         token_scales: float32 [M]; [K' / 128, M] for a weight in blocks.
         weight: packed as bytes.
-        out, tiles, workspace, bias, residual: as :func:`.weight_gemm.weight_gemm` has them.
+        out, tiles, workspace, bias, residual, routed: as :func:`.weight_gemm.weight_gemm` has
+            them.
         asm: whether the GPU speaks PTX and comes before Hopper.
 
     Raises:
         ValueError: a shape or dtype that breaks this contract.
     """
     shape, interpreted = shape_of(weight), is_interpreted()
-    _check(x, token_scales, weight, out)
-    grid = (-(-x.shape[0] // tiles.block_m), shape.rows // tiles.block_n, tiles.splits)
+    slots = 1 if routed is None else routed.slots_per_row
+    _check(x, token_scales, weight, out, slots)
+    token_tiles = -(-x.shape[0] // tiles.block_m) if routed is None else routed.blocks.shape[1]
+    grid = (token_tiles, shape.rows // tiles.block_n, tiles.splits)
     byte_gemm_kernel[grid](
         x,
         weight.words,
         weight.scales,
         token_scales,
+        None if routed is None else routed.scales,
         bias,
         residual,
         out,
+        None if routed is None else routed.order,
+        None if routed is None else routed.blocks,
         workspace.partials,
         workspace.locks,
         x.shape[0],
         weight.shape[0],
         shape.steps,
-        **constants(shape, tiles, gated=weight.gate_up, asm=asm and not interpreted),
+        **constants(shape, tiles, gated=weight.gate_up, slots=slots, asm=asm and not interpreted),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
 
 
-def constants(shape: GemmShape, tiles: Tiles, *, gated: bool, asm: bool) -> dict[str, Any]:
+def constants(
+    shape: GemmShape, tiles: Tiles, *, gated: bool = False, slots: int = 1, asm: bool
+) -> dict[str, Any]:
     """The kernel's compile-time parameters."""
     is_float = shape.codes is Codes.FP8_BYTES
     return {
@@ -165,11 +188,12 @@ def constants(shape: GemmShape, tiles: Tiles, *, gated: bool, asm: bool) -> dict
         "SUM": tl.float32 if is_float else tl.int32,
         "PROMOTE": shape.step if is_float else None,
         "GATED": gated,
+        "SLOTS": slots,
         "ASM": asm,
     }
 
 
-def _check(x: Tensor, token_scales: Tensor, weight: PackedWeight, out: Tensor) -> None:
+def _check(x: Tensor, token_scales: Tensor, weight: PackedWeight, out: Tensor, slots: int) -> None:
     if x.dtype != weight.words.dtype or weight.codes.planes != 1:
         raise ValueError(f"x of {x.dtype} with words of {weight.words.dtype}: the same bytes")
     if weight.grouped and weight.gate_up:
@@ -178,10 +202,10 @@ def _check(x: Tensor, token_scales: Tensor, weight: PackedWeight, out: Tensor) -
     width = weight.shape[0] // 2 if weight.gate_up else weight.shape[0]
     scales = (columns // weight.step, tokens) if weight.grouped else (tokens,)
     found = tuple(x.shape), tuple(token_scales.shape), tuple(out.shape)
-    if found != ((tokens, columns), scales, (tokens, width)):
+    if found != ((tokens, columns), scales, (tokens * slots, width)):
         raise ValueError(
             f"x, token scales, out of shapes {found}: expected {(tokens, columns)}, {scales} and "
-            f"{(tokens, width)}"
+            f"{(tokens * slots, width)}"
         )
     if not (x.is_contiguous() and token_scales.is_contiguous() and out.is_contiguous()):
         raise ValueError("x, token scales and out must be contiguous")

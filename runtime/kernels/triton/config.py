@@ -23,6 +23,9 @@ Zeros = Literal["constant", "rows", "groups"]
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LONG_PROMPT = BUCKETS[-1] + 1
 
+# More rows of an expert in a tile would mostly be filled with none.
+MAX_EXPERT_TILE = 64
+
 MAX_SPLITS = 16
 # A program that sums fewer steps spends more on the reduction than on its weights.
 MIN_STEPS_PER_SPLIT = 4
@@ -52,6 +55,10 @@ class Tiles:
                 raise ValueError(f"{name}={value}: tiles are powers of two")
         if self.block_n % TILE_ROWS or self.num_stages < 1:
             raise ValueError(f"block_n={self.block_n}, num_stages={self.num_stages}")
+
+    def unsplit(self) -> Tiles:
+        """The same for one program a tile."""
+        return replace(self, splits=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,24 @@ def select_config(
     if bucket == LONG_PROMPT and not shape.is_bytes:
         return None
     tiles = _tile(target, shape, min(bucket, BUCKETS[-1]))
-    return replace(tiles, splits=_splits(target, shape, bucket, tiles))
+    if bucket == LONG_PROMPT:
+        return tiles  # any number of tokens: no workspace would be large enough
+    token_tiles = -(-bucket // tiles.block_m)
+    return replace(tiles, splits=_splits(target, shape, token_tiles, tiles))
+
+
+def select_experts_config(target: Target, shape: GemmShape, slots: int, experts: int) -> Tiles:
+    """Tiles for the rows that each of a mixture's experts has: ``slots`` of them together.
+
+    A tile is of one expert, so it has as many rows as an expert has on average, 64 at most.
+
+    Args:
+        shape: of one expert's weight.
+    """
+    mean = -(-slots // experts)
+    tiles = _tile(target, shape, min(bucket_of(mean), MAX_EXPERT_TILE))
+    used = max(min(slots, experts), slots // tiles.block_m)
+    return replace(tiles, splits=_splits(target, shape, used, tiles))
 
 
 def configs_of(
@@ -164,7 +188,8 @@ def _wide(target: Target, shape: GemmShape, bucket: int) -> tuple[int, int]:
         return block_m, 8 if block_m == 128 else 4
     if target.capability < 90 or bucket <= 32:
         return 32, 4
-    return (64, 4) if bucket <= 64 else (128, 8)
+    # From sm_100 on two groups of warps would hand the weights over through shared memory.
+    return (64, 4) if bucket <= 64 or target.capability >= 100 else (128, 8)
 
 
 def _stages(target: Target, shape: GemmShape, block_m: int, block_n: int) -> int:
@@ -185,9 +210,9 @@ def _amd_tile(shape: GemmShape, bucket: int) -> Tiles:
     return Tiles(block_m, 64, 2, 2)
 
 
-def _splits(target: Target, shape: GemmShape, bucket: int, tiles: Tiles) -> int:
+def _splits(target: Target, shape: GemmShape, token_tiles: int, tiles: Tiles) -> int:
     """Enough programs for every multiprocessor: two each, or three of two warps on Hopper."""
-    num_tiles = shape.rows // tiles.block_n * -(-bucket // tiles.block_m)
+    num_tiles = shape.rows // tiles.block_n * token_tiles
     each = 3 if target.capability >= 90 and tiles.num_warps == 2 else 2
     splits, limit = 1, min(MAX_SPLITS, shape.steps // MIN_STEPS_PER_SPLIT)
     while num_tiles * splits < each * target.num_sms and 2 * splits <= limit:

@@ -5,13 +5,15 @@ Contract: :func:`.layout.unpack`'s weight, computed in float32, then cast; [N, K
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qtool.runtime.kernels.triton import layout
-from qtool.runtime.kernels.triton.config import shape_of
+from qtool.runtime.kernels.triton.config import GemmShape, shape_of
 from qtool.runtime.kernels.triton.launch import is_interpreted
 from qtool.runtime.kernels.triton.layout import PackedWeight
 from qtool.runtime.kernels.triton.planes import unpack_fp8, unpack_int4, unpack_int8
@@ -75,10 +77,17 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         weight.zeros,
         out,
         *weight.shape,
-        STEP=shape.step,
-        CODES=shape.codes.value,
-        GROUPED=shape.grouped,
-        ZERO=shape.constant_zero,
+        **constants(shape),
         num_warps=4,
     )
     return out.to(dtype)
+
+
+def constants(shape: GemmShape) -> dict[str, Any]:
+    """The kernel's compile-time parameters."""
+    return {
+        "STEP": shape.step,
+        "CODES": shape.codes.value,
+        "GROUPED": shape.grouped,
+        "ZERO": shape.constant_zero,
+    }

@@ -49,14 +49,16 @@ def sum_splits(
 @triton.jit
 def store_tile(
     sums: tl.tensor,  # float32 [BLOCK_N, BLOCK_M]
-    out_ptr: tl.tensor,  # [M, N], or [M, N / 2] where gated
+    out_ptr: tl.tensor,  # [M', N], or [M', N / 2] where gated
     row_scales_ptr: tl.tensor,  # int32 bits of float32 [N'], or None
     token_scales_ptr: tl.tensor,  # float32 [M], or None
+    slot_scales_ptr: tl.tensor,  # float32 [M'], or None
     bias_ptr: tl.tensor,  # [N], or None
-    residual_ptr: tl.tensor,  # [M, N], or None
-    stored: tl.tensor,  # tokens to store: M, or 0 where another program has the sums
+    residual_ptr: tl.tensor,  # [M', N], or None
+    tokens: tl.tensor,  # int32 [BLOCK_M]: rows of the input
+    slots: tl.tensor,  # int32 [BLOCK_M]: rows of the result
+    live: tl.tensor,  # bool [BLOCK_M]: rows to store
     N: tl.tensor,
-    tile_m: tl.tensor,
     tile_n: tl.tensor,
     FACTOR: tl.constexpr,
     GATED: tl.constexpr,
@@ -64,14 +66,15 @@ def store_tile(
     """``out = sums * scales + bias + residual``, or silu(gate) * up of its rows."""
     BLOCK_N: tl.constexpr = sums.shape[0]
     BLOCK_M: tl.constexpr = sums.shape[1]
-    rows_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rows_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if FACTOR != 1.0:
         sums *= FACTOR
     if row_scales_ptr is not None:
         sums *= tl.load(row_scales_ptr + rows_n).to(tl.float32, bitcast=True)[:, None]
     if token_scales_ptr is not None:
-        sums *= tl.load(token_scales_ptr + rows_m, mask=rows_m < stored, other=0.0)[None, :]
+        sums *= tl.load(token_scales_ptr + tokens, mask=live, other=0.0)[None, :]
+    if slot_scales_ptr is not None:
+        sums *= tl.load(slot_scales_ptr + slots, mask=live, other=0.0)[None, :]
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + rows_n, mask=rows_n < N, other=0.0).to(tl.float32)[:, None]
     width = N
@@ -84,8 +87,8 @@ def store_tile(
         sums = gate * sigmoid(gate) * up
         rows_n = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
-    offsets = rows_m.to(tl.int64)[None, :] * width + rows_n[:, None]
-    inside = (rows_m < stored)[None, :] & (rows_n < width)[:, None]
+    offsets = slots.to(tl.int64)[None, :] * width + rows_n[:, None]
+    inside = live[None, :] & (rows_n < width)[:, None]
     if residual_ptr is not None:
         sums += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + offsets, sums.to(out_ptr.dtype.element_ty), mask=inside)

@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
 from qtool.runtime.kernels.triton.aot import compile_gemm
-from qtool.runtime.kernels.triton.config import BUCKETS, GemmShape, Tiles, Zeros, select_config
+from qtool.runtime.kernels.triton.config import (
+    BUCKETS,
+    GemmShape,
+    Tiles,
+    Zeros,
+    select_config,
+    select_experts_config,
+)
 from qtool.runtime.kernels.triton.layout import Codes
 from qtool.runtime.kernels.triton.machine_code import (
     EXCHANGE,
@@ -25,6 +32,7 @@ from qtool.runtime.kernels.triton.machine_code import (
     MachineCode,
     read_code,
 )
+from qtool.runtime.kernels.triton.row_gate import RowCase, compile_row, row_cases
 from qtool.runtime.kernels.triton.target import SHARED_MEMORY, Target, sample_target
 
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
@@ -51,6 +59,8 @@ class Case:
         tokens: rows of the product.
         budgets: instructions a weight in the main loop, on sm_80 and sm_90.
         gated: whether rows are a gate and its up projection.
+        experts: of a mixture, each with such a weight, eight of them a token; 0: none.
+        token_steps: whether tokens of 16-bit products have a scale a step.
     """
 
     name: str
@@ -59,6 +69,22 @@ class Case:
     tokens: int
     budgets: Mapping[str, float]
     gated: bool = False
+    experts: int = 0
+    token_steps: bool = False
+
+    def runs_on(self, target: Target) -> bool:
+        """e4m3 products need the hardware; blocks are multiplied in 16 bits where it is missing."""
+        if self.token_steps:
+            return not target.has_fp8
+        return self.shape.codes is not Codes.FP8_BYTES or target.has_fp8
+
+    def tiles(self, target: Target) -> Tiles:
+        """What serving chooses on a GPU."""
+        if self.experts:
+            return select_experts_config(target, self.shape, 8 * self.tokens, self.experts)
+        tiles = select_config(target, self.shape, self.tokens)
+        assert tiles is not None, "cases stay below the length at which weights are dequantized"
+        return tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +92,24 @@ class Finding:
     """A case on one architecture.
 
     Attributes:
-        per_weight: instructions of the main loop a weight.
+        tiles, per_weight: of a product; instructions of the main loop a weight.
         budget: what it may be, or ``None``.
         violations: what is wrong, one phrase each.
     """
 
-    case: Case
+    case: Case | RowCase
     arch: str
-    tiles: Tiles
+    tiles: Tiles | None
     code: MachineCode
-    per_weight: float
+    per_weight: float | None
     budget: float | None
     violations: tuple[str, ...]
 
     @property
     def label(self) -> str:
         """Its name in one line."""
-        return f"{self.case.name}, {self.case.tokens} tokens, {self.arch}"
+        tokens = f", {self.case.tokens} tokens" if isinstance(self.case, Case) else ""
+        return f"{self.case.name}{tokens}, {self.arch}"
 
 
 def budget_note() -> str | None:
@@ -126,12 +153,13 @@ def budgeted_cases() -> tuple[Case, ...]:
         case("W8A16 bf16", int8, bf16, 16, 4.2, 4.2),
         case("FP8 W8A16 fp16", fp8, fp16, 16, 3.3, 2.9),
         case("W8A8 INT8", bytes8, fp16, 16, 1.4, 1.4),
+        replace(case("W4A16 g128 fp16, experts", int4[128], fp16, 16, 2.0, 2.0), experts=128),
     )
 
 
 def all_cases() -> Iterator[Case]:
     """Every kind of weight, dtype and bucket; those with a budget have it."""
-    budgeted = {(c.shape, c.dtype, c.tokens): c for c in budgeted_cases()}
+    budgeted = {(c.shape, c.dtype, c.tokens): c for c in budgeted_cases() if not c.experts}
     for name, shape in _every_shape():
         for dtype, suffix in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
             if shape.is_bytes and dtype == torch.bfloat16:
@@ -144,6 +172,34 @@ def all_cases() -> Iterator[Case]:
             shape = gemm_shape(codes, group)
             name = f"{codes.value}, gate and up"
             yield Case(name, shape, torch.float16, tokens, {}, gated=True)
+        blocks = gemm_shape(Codes.FP8, 128)
+        name = "FP8 blocks x FP8 in float16"
+        yield Case(name, blocks, torch.float16, tokens, {}, token_steps=True)
+    yield from (case for case in budgeted_cases() if case.experts)
+    yield from _experts()
+
+
+def _experts() -> Iterator[Case]:
+    """Mixtures of 128 experts: decode, and prompts that give each of them 32 and 64 rows."""
+    for tokens in (16, 512, 1024):
+        for codes, group in (
+            (Codes.INT4, 128),
+            (Codes.INT8_BYTES, None),
+            (Codes.FP8_BYTES, 128),
+        ):
+            shape, name = gemm_shape(codes, group), f"{codes.value}, experts"
+            yield Case(f"{name}, gate and up" if group is None else name, shape, torch.bfloat16,
+                       tokens, {}, gated=group is None, experts=128)  # fmt: skip
+
+
+def rows_to_check() -> tuple[RowCase, ...]:
+    """Kernels without a matrix product."""
+    shapes = {
+        "W4 g128": gemm_shape(Codes.INT4, 128),
+        "W8": gemm_shape(Codes.INT8, None),
+        "FP8": gemm_shape(Codes.FP8, None),
+    }
+    return tuple(row_cases(shapes))
 
 
 def _every_shape() -> Iterator[tuple[str, GemmShape]]:
@@ -159,20 +215,32 @@ def _every_shape() -> Iterator[tuple[str, GemmShape]]:
     yield "W8A8 FP8 blocks", gemm_shape(Codes.FP8_BYTES, 128)
 
 
-def pairs(cases: Iterable[Case], arches: Iterable[str]) -> Iterator[tuple[Case, str]]:
-    """Every case on every architecture that has it: e4m3 products need the hardware."""
+def pairs(
+    cases: Iterable[Case | RowCase], arches: Iterable[str]
+) -> Iterator[tuple[Case | RowCase, str]]:
+    """Every case on every architecture where it is run."""
     for case in cases:
         for arch in arches:
-            if case.shape.codes is not Codes.FP8_BYTES or sample_target(arch).has_fp8:
+            if not isinstance(case, Case) or case.runs_on(sample_target(arch)):
                 yield case, arch
 
 
-def check(case: Case, arch: str) -> Finding:
+def check(case: Case | RowCase, arch: str) -> Finding:
     """Compile what serving would run and look at its code."""
     target = sample_target(arch)
-    tiles = select_config(target, case.shape, case.tokens)
-    assert tiles is not None, "cases stay below the length at which weights are dequantized"
-    compiled = compile_gemm(target, case.shape, tiles, case.dtype, gated=case.gated)
+    if isinstance(case, RowCase):
+        code = read_code(compile_row(case, target))
+        return Finding(case, arch, None, code, None, None, tuple(resource_violations(target, code)))
+    tiles = case.tiles(target)
+    compiled = compile_gemm(
+        target,
+        case.shape,
+        tiles,
+        case.dtype,
+        gated=case.gated,
+        experts=case.experts > 0,
+        token_steps=case.token_steps,
+    )
     code = read_code(compiled)
     per_weight = instructions_per_weight(code, case.shape, tiles, target)
     budget = case.budgets.get(BUDGET_OF.get(arch, ""))
@@ -202,15 +270,20 @@ def expected_matrix(case: Case, target: Target, tiles: Tiles) -> frozenset[str]:
     return frozenset({f"{letter}MMA"})
 
 
-def violations_of(case: Case, target: Target, tiles: Tiles, code: MachineCode) -> Iterator[str]:
-    """What is wrong with a kernel's code, budgets aside."""
-    if not code.loop:
-        yield "no main loop found"
+def resource_violations(target: Target, code: MachineCode) -> Iterator[str]:
+    """What no kernel may use."""
     if code.stack:
         yield f"stack of {code.stack} bytes: registers spill"
     limit = SHARED_MEMORY[target.arch]
     if code.shared > limit:
         yield f"{code.shared} bytes of shared memory, limit {limit}"
+
+
+def violations_of(case: Case, target: Target, tiles: Tiles, code: MachineCode) -> Iterator[str]:
+    """What is wrong with a product's code, budgets aside."""
+    if not code.loop:
+        yield "no main loop found"
+    yield from resource_violations(target, code)
     expected = expected_matrix(case, target, tiles)
     if not code.matrix or not code.matrix <= expected:
         found = ", ".join(sorted(code.matrix)) or "none"

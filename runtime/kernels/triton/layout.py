@@ -18,6 +18,7 @@ Ragged shapes end here: rows and columns are filled up with codes that dequantiz
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -171,6 +172,18 @@ def pack(weight: QuantizedTensor, *, as_bytes: bool = False, gate_up: bool = Fal
         scheme=replace(scheme, activations=None),
         gate_up=gate_up,
     )
+
+
+def stack(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
+    """Weights of one form, moved into common memory one behind the other."""
+    words = torch.stack([weight.words for weight in weights])
+    scales = torch.stack([weight.scales for weight in weights])
+    given = [weight.zeros for weight in weights if weight.zeros is not None]
+    zeros = list(torch.stack(given)) if given else [None] * len(weights)
+    return [
+        replace(weight, words=words[i], scales=scales[i], zeros=zeros[i])
+        for i, weight in enumerate(weights)
+    ]
 
 
 def unpack(packed: PackedWeight) -> QuantizedTensor:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from qtool.formats.scheme import ActivationScheme
 from qtool.formats.tensor import QuantizedTensor
-from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.backend import LinearOp, RoundedRows, Rows, Stream
 from qtool.runtime.kernels.triton.byte_gemm import byte_gemm
 from qtool.runtime.kernels.triton.config import (
     BUCKETS,
@@ -31,7 +31,9 @@ from qtool.runtime.kernels.triton.layout import (
     gate_up_order,
     pack,
 )
-from qtool.runtime.kernels.triton.round_input import RoundedInput, round_input
+from qtool.runtime.kernels.triton.norm import rms_norm_rounded
+from qtool.runtime.kernels.triton.round_input import round_input
+from qtool.runtime.kernels.triton.routing import Routed
 from qtool.runtime.kernels.triton.target import Target
 from qtool.runtime.kernels.triton.weight_gemm import weight_gemm
 
@@ -78,7 +80,7 @@ class PackedLinear(LinearOp):
             dense = dequantize(self.weight, x.dtype)
             bias = None if self._bias is None else self._bias.to(x.dtype)
             return self._gated(functional.linear(x, dense, bias))
-        out = result_like(x, self._width)
+        out = result_like(x, self._width, x.dtype)
         self.multiply(x, out, tiles)
         return out.to(x.dtype)
 
@@ -95,8 +97,8 @@ class PackedLinear(LinearOp):
         gated: Tensor = functional.silu(gate) * up
         return gated.flatten(1).to(out.dtype)
 
-    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles) -> None:
-        """``out = x @ weight.T + bias`` in these tiles."""
+    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
+        """``out = x @ weight.T + bias`` in these tiles; if routed, of all experts' weights."""
         padding = self.weight.padded[1] - x.shape[1]
         x = functional.pad(x, (0, padding)) if padding else x.contiguous()
         weight_gemm(
@@ -106,8 +108,13 @@ class PackedLinear(LinearOp):
             tiles,
             self._place.workspace,
             bias=self._bias,
+            routed=routed,
             asm=self._place.target.is_nvidia,
         )
+
+    def why_alone(self) -> str | None:
+        """What keeps it from running with other experts' linears at once, or ``None``."""
+        return None if self._bias is None else "it has a bias"
 
     def warm_up(self) -> None:
         """Compile everything a call can need."""
@@ -146,28 +153,68 @@ class RoundedLinear(PackedLinear):
         super().__init__(pack(weight, as_bytes=as_bytes, gate_up=gate_up), bias, dtype, place)
         self._scheme: ActivationScheme = weight.scheme.activations
         self._static = None if weight.input_scale is None else weight.input_scale.float()
+        if self.weight.grouped and not as_bytes:
+            # Dequantized, its blocks' scales would be rounded to 16 bits, and tokens' with them.
+            widest = self.configs[BUCKETS[-1]]
+            assert widest is not None, "only prompts longer than all buckets are dequantized"
+            self.configs[LONG_PROMPT] = widest.unsplit()
         kind = "INT8" if self._scheme.type == "int" else "FP8"
         way = "static" if self._static is not None else f"per {self._scheme.strategy}"
         self.kernel = f"triton {kind} x {kind}, inputs {way}"
 
     def __call__(self, x: Tensor) -> Tensor:
-        tiles = self.configs[bucket_of(x.shape[0])]
-        rounded = self._rounded(x.contiguous())
-        if tiles is None:
-            dense = dequantize(self.weight, rounded.codes.dtype)
-            out = functional.linear(rounded.codes[:, : x.shape[1]], dense).float()
-            out *= rounded.scales[:, None]
-            return self._gated(out if self._bias is None else out + self._bias).to(x.dtype)
-        out = result_like(x, self._width)
-        self.multiply_rounded(rounded, out, tiles)
-        return out.to(x.dtype)
+        return self.read(self._rounded(x.contiguous()))
 
-    def _rounded(self, x: Tensor) -> RoundedInput:
-        as_values = torch.float16 if self.weight.codes is Codes.FP8 else None
-        columns = self.weight.padded[1]
+    def read(self, rows: Rows) -> Tensor:
+        if isinstance(rows, Tensor):
+            return self(rows)
+        tiles = self.configs[bucket_of(rows.codes.shape[0])]
+        if tiles is None:
+            return self._multiply_dense(rows)
+        out = result_like(rows.codes, self._width, self.dtype)
+        self.multiply_rounded(rows, out, tiles)
+        return out.to(self.dtype)
+
+    def _multiply_dense(self, x: RoundedRows) -> Tensor:
+        dense = dequantize(self.weight, x.codes.dtype)
+        out = functional.linear(x.codes[:, : self.weight.shape[1]], dense).float()
+        out *= x.scales[:, None]
+        return self._gated(out if self._bias is None else out + self._bias).to(self.dtype)
+
+    def norm(self, stream: Stream, weight: Tensor, eps: float) -> RoundedRows:
+        """A stream's update added in place, the sum normed, and rounded for this linear."""
+        x, rows = added_to(stream)
+        return rms_norm_rounded(
+            x,
+            weight,
+            eps,
+            self._scheme,
+            self.weight.padded[1],
+            stream=rows,
+            x_weight=stream.update_norm,
+            static=self._static,
+            as_values=self._as_values,
+            dtype=self.dtype,
+        )
+
+    @property
+    def _as_values(self) -> torch.dtype | None:
+        """What e4m3 is multiplied in where the GPU does not know it."""
+        return torch.float16 if self.weight.codes is Codes.FP8 else None
+
+    def _rounded(self, x: Tensor) -> RoundedRows:
+        columns, as_values = self.weight.padded[1], self._as_values
         return round_input(x, self._scheme, columns, static=self._static, as_values=as_values)
 
-    def multiply_rounded(self, x: RoundedInput, out: Tensor, tiles: Tiles) -> None:
+    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
+        self.multiply_rounded(self._rounded(x.contiguous()), out, tiles, routed)
+
+    def why_alone(self) -> str | None:
+        return super().why_alone() or (None if self._static is None else "its input has a scale")
+
+    def multiply_rounded(
+        self, x: RoundedRows, out: Tensor, tiles: Tiles, routed: Routed | None = None
+    ) -> None:
         """``out = x @ weight.T + bias`` in these tiles, x rounded already."""
         target, workspace = self._place.target, self._place.workspace
         if self.weight.codes is Codes.FP8:
@@ -179,12 +226,21 @@ class RoundedLinear(PackedLinear):
                 workspace,
                 bias=self._bias,
                 token_scales=x.scales,
+                routed=routed,
                 asm=target.is_nvidia,
             )
         else:
             old = target.is_nvidia and target.capability < 90
             byte_gemm(
-                x.codes, x.scales, self.weight, out, tiles, workspace, bias=self._bias, asm=old
+                x.codes,
+                x.scales,
+                self.weight,
+                out,
+                tiles,
+                workspace,
+                bias=self._bias,
+                routed=routed,
+                asm=old,
             )
 
 
@@ -193,8 +249,15 @@ def multiplies_codes(weight: QuantizedTensor, target: Target) -> bool:
     return weight.scheme.type == "int" or target.has_fp8
 
 
-def result_like(x: Tensor, columns: int) -> Tensor:
-    """Memory for a result: x's dtype, or float32 where the interpreter would cut bits off."""
-    wide = is_interpreted() and x.dtype == torch.bfloat16
-    dtype = torch.float32 if wide else x.dtype
-    return torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
+def added_to(stream: Stream) -> tuple[Tensor, Tensor | None]:
+    """(x, rows) as the kernels' norms take a stream: x is added to rows, where there are any."""
+    if stream.update is None:
+        return stream.rows, None
+    return stream.update.contiguous(), stream.rows
+
+
+def result_like(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a result: in ``dtype``, or float32 where the interpreter would cut bits off."""
+    wide = is_interpreted() and dtype == torch.bfloat16
+    stored = torch.float32 if wide else dtype
+    return torch.empty(x.shape[0], columns, dtype=stored, device=x.device)

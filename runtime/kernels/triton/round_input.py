@@ -5,15 +5,14 @@ Contract: :func:`qtool.formats.activations.round_input`, to the bit; it says the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qtool.formats.scheme import BLOCK_SIZE, ActivationScheme
-from qtool.runtime.kernels.triton.rounding import e4m3_bits, e4m3_value, int8_code, scale_of
+from qtool.runtime.kernels.backend import RoundedRows
+from qtool.runtime.kernels.triton.rounding import code_of, scale_of
 
 
 @triton.jit
@@ -40,23 +39,10 @@ def round_input_kernel(
         scale = tl.load(static_ptr)
     else:
         scale = scale_of(tl.max(tl.abs(x), 0), STEPS)
-    steps = tl.div_rn(x, scale)
-    if IS_FLOAT:
-        bits = e4m3_bits(steps)
-        codes = e4m3_value(bits) if AS_VALUES else bits
-    else:
-        codes = int8_code(steps)
+    codes = code_of(tl.div_rn(x, scale), IS_FLOAT, AS_VALUES)
     codes_ptrs = codes_ptr + row * PADDED + columns
     tl.store(codes_ptrs, codes.to(codes_ptr.dtype.element_ty), mask=inside)
     tl.store(scales_ptr + span * tl.num_programs(0) + token, scale)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedInput:
-    """Codes [M, K'] and float32 scales, [M] or [K' / 128, M]."""
-
-    codes: Tensor
-    scales: Tensor
 
 
 def round_input(
@@ -66,7 +52,7 @@ def round_input(
     *,
     static: Tensor | None = None,
     as_values: torch.dtype | None = None,
-) -> RoundedInput:
+) -> RoundedRows:
     """Round x [M, K].
 
     Args:
@@ -100,7 +86,7 @@ def round_input(
     )
     if stored == torch.uint8:
         codes = codes.view(torch.float8_e4m3fn)
-    return RoundedInput(codes, scales if grouped else scales[0])
+    return RoundedRows(codes, scales if grouped else scales[0])
 
 
 def warps_for(block: int) -> int:

@@ -6,9 +6,15 @@ all of them is worth more here, where memory decides, than an instruction.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
 # Adding and taking it away rounds to the nearest integer, ties to even, below 2**22.
 _ROUNDER = tl.constexpr(12582912.0)
 
@@ -47,3 +53,30 @@ def e4m3_value(bits: tl.tensor) -> tl.tensor:
     """float32 value of e4m3 bits (int32)."""
     placed = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
     return placed.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+
+
+@triton.jit
+def code_of(steps: tl.tensor, IS_FLOAT: tl.constexpr, AS_VALUES: tl.constexpr) -> tl.tensor:
+    """float32 in units of the scale -> values of INT8 or e4m3 as float32, or e4m3's bits."""
+    if not IS_FLOAT:
+        codes = int8_code(steps)
+    elif AS_VALUES:
+        codes = e4m3_value(e4m3_bits(steps))
+    else:
+        codes = e4m3_bits(steps)
+    return codes
+
+
+@triton.jit
+def through(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """float32 values as they are after a trip through a dtype, ties to even.
+
+    bfloat16 by integers, because the interpreter would cut bits off.
+    """
+    if DTYPE == tl.float16:
+        x = x.to(tl.float16).to(tl.float32)
+    if DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x

@@ -57,7 +57,9 @@ def candidates(target: Target, shape: GemmShape, bucket: int) -> tuple[Tiles | N
     chosen = select_config(target, shape, bucket)
     found: list[Tiles | None] = [chosen]
     if chosen is not None:
-        found += _neighbours(shape, chosen)
+        # A prompt of any length has no workspace for splits.
+        limit = 1 if bucket == LONG_PROMPT else MAX_SPLITS
+        found += (tiles for tiles in _neighbours(shape, chosen) if tiles.splits <= limit)
     if bucket >= 256 and not shape.is_bytes:
         found.append(None)
     return tuple(dict.fromkeys(found))

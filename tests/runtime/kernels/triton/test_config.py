@@ -17,6 +17,7 @@ from qtool.runtime.kernels.triton.config import (
 )
 from qtool.runtime.kernels.triton.layout import Codes
 from qtool.runtime.kernels.triton.target import SHARED_MEMORY, Target, sample_target
+from qtool.runtime.kernels.triton.tuning import candidates
 
 SHAPES = [
     GemmShape(codes, rows, columns // step, step, grouped, "groups" if grouped else "constant")
@@ -67,6 +68,15 @@ def test_long_prompts_go_to_the_vendors_gemm_but_8_bit_products_stay() -> None:
     assert select_config(target, SHAPES[0], 1025) is None
     integers = GemmShape(Codes.INT8_BYTES, 4096, 32, 128, False, "constant")
     assert select_config(target, integers, 100_000) is not None
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_prompts_of_any_length_are_not_split(arch: str) -> None:
+    target = sample_target(arch)
+    for shape in SHAPES:
+        chosen = select_config(target, shape, LONG_PROMPT)
+        tried = (chosen, *candidates(target, shape, LONG_PROMPT))
+        assert all(tiles is None or tiles.splits == 1 for tiles in tried), "no workspace for it"
 
 
 def test_e4m3_on_hopper_always_has_a_group_of_four_warps() -> None:

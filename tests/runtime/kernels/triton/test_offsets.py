@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,12 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import interpreter_builder
 
 from qtool.runtime.kernels.triton.config import Tiles, shape_of
+from qtool.runtime.kernels.triton.launch import Workspace
 from qtool.runtime.kernels.triton.layout import pack
+from qtool.runtime.kernels.triton.routing import Routed
 from qtool.runtime.kernels.triton.weight_gemm import (
     constants,
+    weight_gemm,
     weight_gemm_kernel,
 )
 
@@ -46,9 +50,9 @@ def _launch_at(
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", shifted)
     x, words, scales, out = tensors
-    weight_gemm_kernel[(1, 1, 1)](
-        x, words, scales, None, None, None, None, out, None, None, more["M"], more["N"], 1, **chosen
-    )
+    none = (None, None)
+    pointers = (x, words, scales, *none, None, *none, out, *none, *none)
+    weight_gemm_kernel[(1, 1, 1)](*pointers, more["M"], more["N"], 1, **chosen)
 
 
 def test_tokens_far_down_are_read_and_stored(
@@ -77,3 +81,18 @@ def test_weights_far_down_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     _launch_at(monkeypatch, 0, tile, x, words, scales, out, M=8, N=rows)
     expected = x.double() @ weight.dequantize().double().T
     assert relative_error(out[:, -64:], expected) < 1e-3
+
+
+def test_experts_far_down_are_read(tmp_path: Path) -> None:
+    weight, x = make_weight(weight_scheme(4, False, 128), 64, 128), make_input(8, 128, torch.half)
+    packed, expert = pack(weight), FAR // (64 * 32)
+    words = _sparse(tmp_path / "words", (expert + 1, 1, 1, 64, 32), torch.int16)
+    scales = _sparse(tmp_path / "scales", (expert + 1, 1, 64), torch.int32)
+    words[expert], scales[expert] = packed.words, packed.scales
+    first = replace(packed, words=words[0], scales=scales[0])
+    block = torch.tensor([[expert], [0], [8]], dtype=torch.int32)
+    routed = Routed(torch.arange(8, dtype=torch.int32), block)
+    out, workspace = torch.empty(8, 64), Workspace.on(torch.device("cpu"))
+    weight_gemm(x, first, out, Tiles(8, 64, 2, 3), workspace, routed=routed, asm=False)
+    expected = x.double() @ weight.dequantize().double().T
+    assert relative_error(out, expected) < 1e-3

@@ -9,21 +9,26 @@ from torch.nn import functional
 
 from qtool.formats import activations
 from qtool.formats.scheme import ActivationScheme, WeightScheme, fp8_scheme, weight_scheme
+from qtool.runtime.kernels.backend import RoundedRows
 from support.gemm import fenced, make_input, make_weight
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from qtool.runtime.kernels.triton.dequantize import dequantize
 from qtool.runtime.kernels.triton.gated import gated
 from qtool.runtime.kernels.triton.layout import pack
-from qtool.runtime.kernels.triton.norm import rms_norm, rms_norm_rounded
-from qtool.runtime.kernels.triton.round_input import RoundedInput, round_input
+from qtool.runtime.kernels.triton.norm import norm_heads, rms_norm, rms_norm_rounded
+from qtool.runtime.kernels.triton.round_input import round_input
+from qtool.runtime.kernels.triton.rounding import DTYPES, through
 
 INT8 = ActivationScheme("int", "token")
 FP8 = ActivationScheme("float", "token")
 BLOCKS = ActivationScheme("float", "group")
 
 
-def _values(rounded: RoundedInput) -> Tensor:
+def _values(rounded: RoundedRows) -> Tensor:
     codes, scales = rounded.codes.float(), rounded.scales
     if scales.ndim == 1:
         return codes * scales[:, None]
@@ -81,16 +86,84 @@ def test_the_norm_is_torchs(columns: int, with_residual: bool) -> None:
         assert torch.equal(residual, total)
 
 
-@pytest.mark.parametrize("scheme", [INT8, FP8], ids=["INT8", "FP8"])
+@pytest.mark.parametrize("scheme", [INT8, FP8, BLOCKS], ids=["INT8", "FP8", "FP8 blocks"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("static", [None, torch.tensor([0.02])], ids=["dynamic", "static"])
 def test_a_norm_rounds_its_result_as_the_two_would_one_after_the_other(
-    scheme: ActivationScheme,
+    scheme: ActivationScheme, dtype: torch.dtype, static: Tensor | None
 ) -> None:
-    x, weight = make_input(5, 96, torch.float32), make_input(1, 96, torch.float32)[0]
+    x, weight = make_input(5, 300, torch.float32), make_input(1, 300, torch.float32)[0]
+    x[2] *= 1e-3
     normed = torch.empty_like(x)
     rms_norm(x, weight, 1e-5, normed)
-    fused, apart = rms_norm_rounded(x, weight, 1e-5, scheme, 128), round_input(normed, scheme, 128)
+    apart = round_input(normed.to(dtype), scheme, 384, static=static)
+    fused = rms_norm_rounded(fenced(x), weight, 1e-5, scheme, 384, static=static, dtype=dtype)
     assert torch.equal(fused.codes.view(torch.uint8), apart.codes.view(torch.uint8))
     assert torch.equal(fused.scales, apart.scales)
+
+
+@pytest.mark.parametrize("update_normed", [False, True])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_an_update_is_normed_added_and_kept_before_the_norm(
+    update_normed: bool, rounded: bool
+) -> None:
+    update, rows = make_input(5, 96, torch.float16), make_input(6, 96, torch.float32)[1:].clone()
+    weight, update_weight = make_input(2, 96, torch.float32)
+    added = functional.rms_norm(update.float(), (96,), update_weight, 1e-5)
+    total = rows + (added if update_normed else update.float())
+    expected = functional.rms_norm(total, (96,), weight, 1e-5)
+    stream, own = fenced(rows), update_weight.clone() if update_normed else None
+    if rounded:
+        result = rms_norm_rounded(
+            fenced(update), weight, 1e-5, INT8, 128, stream=stream, x_weight=own
+        )
+        step = result.scales.max().item()
+        torch.testing.assert_close(_values(result)[:, :96], expected, rtol=0, atol=0.51 * step)
+    else:
+        out = torch.full_like(rows, torch.nan)
+        rms_norm(fenced(update), weight, 1e-5, out, stream, own)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stream, total, rtol=1e-6, atol=1e-6)
+
+
+def test_a_trip_through_bfloat16_is_torchs_for_every_exponent_and_not_a_number() -> None:
+    high = torch.arange(65536, dtype=torch.int32) << 16
+    lows = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    x = torch.cat([high + low for low in lows]).view(torch.float32).view(-1, 1024)
+    found = _through(x.contiguous(), torch.bfloat16)
+    expected = x.to(torch.bfloat16).float()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def _through(x: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(x)
+    through_kernel[(x.shape[0],)](x, out, SIZE=x.shape[1], DTYPE=DTYPES[dtype])
+    return out
+
+
+@triton.jit
+def through_kernel(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr, DTYPE: tl.constexpr
+) -> None:
+    places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out_ptr + places, through(tl.load(x_ptr + places), DTYPE))
+
+
+@pytest.mark.parametrize("width", [32, 80])
+def test_heads_are_normed_each_by_itself_where_they_lie(width: int) -> None:
+    heads = make_input(3, 9 * width, torch.float16).view(3, 9, width)
+    q, k, _ = heads.split((4, 2, 3), dim=1)
+    weights = make_input(2, width, torch.float32)
+    outs = [torch.full_like(x, torch.nan).contiguous() for x in (q, k)]
+    before = heads.clone()
+    norm_heads(q, k, *weights, 1e-5, *outs)
+    assert torch.equal(heads, before)
+    for x, weight, out in zip((q, k), weights, outs, strict=True):
+        expected = functional.rms_norm(x.float(), (width,), weight, 1e-5)
+        torch.testing.assert_close(out, expected.half())
+    with pytest.raises(ValueError, match="lie together"):
+        norm_heads(q.transpose(0, 1), k, *weights, 1e-5, *outs)
 
 
 @pytest.mark.parametrize("gelu", [False, True])
