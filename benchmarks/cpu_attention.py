@@ -1,7 +1,7 @@
 """Attention of a decode step over each form of the cache, in native code, against 16 bits.
 
 Usage: python benchmarks/cpu_attention.py [--shapes 9x3x64 32x8x128] [--context 4096]
-       [--batch 1 8] [--layers 30] [--rounds 40]
+       [--batch 1 4] [--layers 12] [--rounds 40]
 
 Shapes are query heads x KV heads x head size. Forms take turns, layer by layer of a cache that no
 processor cache holds; a ratio is the median over rounds of a form's time by that of 16 bits in the
@@ -119,8 +119,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["9x3x64", "32x8x128"])
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     return parser.parse_args()
