@@ -39,7 +39,7 @@ class ScriptedDecoder:
     kv_bytes_per_token: int = 4
     kv_tail_bytes: int = 0
     kv_cache_dtype: str = "scripted"
-    kv: CacheForm = CacheForm()
+    kv: CacheForm = CacheForm.uniform(WIDE, 1)
     _script_of: dict[int, int] = field(default_factory=dict)
 
     def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 0) -> BlockPools:
