@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qtool.runtime.batch import Batch
 from qtool.runtime.kv_cache import BlockPools, CacheForm
+from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.options import ModelOptions
 
