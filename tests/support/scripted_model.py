@@ -40,6 +40,7 @@ class ScriptedDecoder:
     kv_bytes_per_token: int = 4
     kv_tail_bytes: int = 0
     kv_cache_dtype: str = "scripted"
+    has_native_attention: bool = False
     kv: CacheForm = CacheForm.uniform(WIDE, 1)
     _script_of: dict[int, int] = field(default_factory=dict)
 
