@@ -52,13 +52,14 @@ def cache_cases(
     Raises:
         UsageError: no form of a name, or a budget that :func:`eviction_rule` refuses.
     """
-    voted = budget is not None
-    plain = layer_by_layer(model.decoder) if voted else model.decoder
+    evicts = budget is not None
+    plain = layer_by_layer(model.decoder) if evicts else model.decoder
     cases = list[CacheCase]()
     for asked in forms:
         form, notes = choose_cache(asked, model.kv_scales, model.decoder, model.kv_plan)
         name = asked if isinstance(asked, str) else asked.name
-        cases.append(CacheCase(name, replace(plain, kv=replace(form, voted=voted)), notes=notes))
+        decoder = replace(plain, kv=replace(form, counts_votes=evicts))
+        cases.append(CacheCase(name, decoder, notes=notes))
     if budget is None:
         return cases
     return cases + [_evicting(case, budget, longest) for case in cases]

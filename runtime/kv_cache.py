@@ -30,13 +30,13 @@ class CacheForm:
     Attributes:
         scales: of a checkpoint, by layer: keys' and values', float32 [1] or [num_kv_heads, 1];
             empty where the schemes have their own.
-        voted: whether it is counted how much attention blocks are given, for eviction; native
-            kernels do not.
+        counts_votes: how much attention blocks are given is counted, for eviction; native kernels
+            cannot.
     """
 
     schemes: LayerSchemes
     scales: tuple[tuple[Tensor, Tensor], ...] = ()
-    voted: bool = False
+    counts_votes: bool = False
 
     @classmethod
     def uniform(cls, scheme: KVScheme, num_layers: int) -> CacheForm:
@@ -173,7 +173,7 @@ class LayerCache(AttentionCache):
 
 def new_evictor(rule: EvictionRule, cache: BlockPools) -> Evictor:
     """One that drops what is given the least attention, which ``cache`` counts from now on."""
-    assert isinstance(cache, LayerCache), "the form of the cache is not to be voted"
+    assert isinstance(cache, LayerCache), "its form counts no votes"
     return Evictor(rule, cache.count_votes().weigh)
 
 

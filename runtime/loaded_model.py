@@ -223,8 +223,8 @@ def evicting_form(decoder: Decoder, form: CacheForm) -> tuple[Decoder, tuple[str
     # SmolLM2-135M, one request: 74 ms a token, and 21 ms in native calls.
     cost = "a token of a small model then takes 3 to 4 times as long"
     note = f"the decoder does not run as one native call a step: {EVICTION_OBSTACLE}; {cost}"
-    voted = replace(decoder, kv=replace(form, voted=True))
-    return voted, () if why_not_native(decoder) else (note,)
+    counting = replace(decoder, kv=replace(form, counts_votes=True))
+    return counting, () if why_not_native(decoder) else (note,)
 
 
 def refuse_notes(notes: Iterable[str]) -> None:

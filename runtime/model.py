@@ -49,7 +49,7 @@ class Decoder:
     def has_native_attention(self) -> bool:
         """Whether native CPU kernels store and read the cache, of whatever form."""
         known = self.dtype in (torch.float32, torch.bfloat16)
-        native = isinstance(self.backend, NativeBackend) and not self.kv.voted
+        native = isinstance(self.backend, NativeBackend) and not self.kv.counts_votes
         return native and known and takes(self.kv.schemes.layers, self.config.head_dim)
 
     @property

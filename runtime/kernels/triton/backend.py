@@ -115,7 +115,9 @@ class TritonBackend(ReferenceBackend):
         """For packed weights without biases or scales of their own for inputs."""
         up = [op for op in gate_up if isinstance(op, PackedLinear)]
         out = [op for op in down if isinstance(op, PackedLinear)]
-        if why_apart(gate_up) or why_apart(down):
+        if reason := why_apart(gate_up) or why_apart(down):
+            for linear in (*gate_up, *down):  # for the load plan
+                linear.obstacle = linear.obstacle or f"one expert after another: {reason}"
             return None
         operation = PackedExperts(up, out, activation, top_k, self._place)
         # They are not called one by one, so they are neither compiled nor tuned so.

@@ -174,6 +174,7 @@ def test_what_experts_cannot_share_is_run_one_by_one() -> None:
     ]
     assert why_apart(mixed) == "experts are packed in different forms"
     assert backend.experts(plain, plain, "silu", 2) is None
+    assert all("one expert after another: an expert runs on" in op.obstacle for op in plain)
     assert ReferenceBackend(CPU, torch.float32).experts(plain, plain, "silu", 2) is None
 
 
