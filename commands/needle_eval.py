@@ -44,7 +44,10 @@ class NeedleOptions:
         """Of the command line: lengths are numbers with commas between them."""
         given = [part.strip() for part in (values["needle_lengths"] or "").split(",")]
         if wrong := [part for part in given if part and not part.isdigit()]:
-            raise UsageError(f"--needle-lengths: {wrong[0]!r} is no number of tokens")
+            raise UsageError(
+                f"--needle-lengths: {wrong[0]!r} is no number of tokens; give numbers with commas "
+                "between them, such as 512,1024"
+            )
         lengths = tuple(int(part) for part in given if part)
         return cls(lengths=lengths, depths=values["needle_depths"], texts=values["needle_texts"])
 
