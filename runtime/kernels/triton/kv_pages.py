@@ -36,6 +36,10 @@ from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.target import Target
 
 
+# Up to so many rows are written one by one, more of them by the sixteen.
+FEW_ROWS = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """Keys, or values.
@@ -169,7 +173,8 @@ class TritonPages(FusedCache):
         if rotary is not None and tails is not None:
             keys_out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
         form = PageForm("wide", "wide") if tails is not None else self.form
-        write_rows_kernel[(rows, self.num_kv_heads)](
+        size = 1 if rows <= FEW_ROWS else 16
+        write_rows_kernel[(-(-rows // size), self.num_kv_heads)](
             q,
             keys,
             values,
@@ -187,6 +192,8 @@ class TritonPages(FusedCache):
             keys.stride(0),
             values.stride(0),
             0 if tails is None else tails.stride(0),
+            rows,
+            ROWS=size,
             GROUP=q.shape[1] // self.num_kv_heads,
             HEADS=triton.next_power_of_2(q.shape[1] // self.num_kv_heads),
             D=self.head_dim,

@@ -25,7 +25,7 @@ def turned(
     row_ptrs: tl.tensor,  # [R, 1], a head's first channel
     channels: tl.tensor,  # [1, WIDTH]
     inside: tl.tensor,
-    cos_ptr: tl.tensor,
+    cos_ptr: tl.tensor,  # [R, 1], a row's first
     sin_ptr: tl.tensor,
     ROTARY: tl.constexpr,  # channels that turn; 0: none
 ) -> tl.tensor:
@@ -48,7 +48,7 @@ def store_codes(
     words_ptr: tl.tensor,
     grid_ptr: tl.tensor,
     static: tl.tensor,  # float32 scale, where grid_ptr is None and codes are bytes
-    page_head: tl.tensor,  # the page and head, counted in heads
+    page_head: tl.tensor,  # [R] or one: the page and head, counted in heads
     offsets: tl.tensor,  # [R], where rows lie in the page
     live: tl.tensor,  # [R]
     inside: tl.tensor,  # [1, WIDTH]
@@ -77,7 +77,7 @@ def store_codes(
     tl.store(ptrs, words.to(words_ptr.dtype.element_ty), mask=inside & live[:, None])
 
 
-@triton.jit(do_not_specialize=["q_stride", "key_stride", "value_stride", "tail_stride"])
+@triton.jit(do_not_specialize=["q_stride", "key_stride", "value_stride", "tail_stride", "T"])
 def write_rows_kernel(
     q_ptr: tl.tensor,  # [T, H, D]
     keys_ptr: tl.tensor,  # [T, KV, D]
@@ -96,6 +96,8 @@ def write_rows_kernel(
     key_stride: tl.tensor,
     value_stride: tl.tensor,
     tail_stride: tl.tensor,
+    T: tl.tensor,
+    ROWS: tl.constexpr,  # of a program
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,  # GROUP, rounded up to a power of two
     D: tl.constexpr,
@@ -110,59 +112,66 @@ def write_rows_kernel(
     VALUE_PLANES: tl.constexpr = 4 if VALUES == "int4" else (1 if VALUES == "wide" else 2)
     KEY_WIDTH: tl.constexpr = D // KEY_PLANES
     VALUE_WIDTH: tl.constexpr = D // VALUE_PLANES
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    num_heads = tl.num_programs(1)
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    first = tl.program_id(0) * ROWS
     if ROTARY > 0:
-        cos_ptr += row * ROTARY
-        sin_ptr += row * ROTARY
-        group = tl.arange(0, HEADS)[:, None]
+        lines = tl.arange(0, ROWS * HEADS)
+        row, group = (first + lines // HEADS).to(tl.int64), lines % HEADS
         channels = tl.arange(0, triton.next_power_of_2(D))[None, :]
-        inside = (group < GROUP) & (channels < D)
-        q_ptrs = q_ptr + row * q_stride + (head * GROUP + group) * D
-        q = turned(q_ptrs, channels, inside, cos_ptr, sin_ptr, ROTARY)
-        out_ptrs = q_out_ptr + (row * num_heads + head) * (GROUP * D) + group * D + channels
-        tl.store(out_ptrs, q.to(q_out_ptr.dtype.element_ty), mask=inside)
+        inside = ((row < T) & (group < GROUP))[:, None] & (channels < D)
+        q_ptrs = q_ptr + (row * q_stride + (head * GROUP + group) * D)[:, None]
+        cos_ptrs, sin_ptrs = cos_ptr + (row * ROTARY)[:, None], sin_ptr + (row * ROTARY)[:, None]
+        q = turned(q_ptrs, channels, inside, cos_ptrs, sin_ptrs, ROTARY)
+        out_rows = (row * num_heads + head) * (GROUP * D) + group * D
+        ptrs = q_out_ptr + out_rows[:, None] + channels
+        tl.store(ptrs, q.to(q_out_ptr.dtype.element_ty), mask=inside)
 
-    slot = tl.load(slots_ptr + row)
-    one = tl.zeros((1,), tl.int64)
-    key_ptrs = keys_ptr + row * key_stride + head * D + one[:, None]
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    inside_rows = (row < T)[:, None]
+    key_ptrs = keys_ptr + (row * key_stride + head * D)[:, None]
+    cos_ptrs, sin_ptrs = cos_ptr, sin_ptr
+    if ROTARY > 0:
+        cos_ptrs, sin_ptrs = cos_ptr + (row * ROTARY)[:, None], sin_ptr + (row * ROTARY)[:, None]
     columns = tl.arange(0, triton.next_power_of_2(KEY_WIDTH))[None, :]
-    inside = columns < KEY_WIDTH
+    inside, live = columns < KEY_WIDTH, inside_rows & (columns < KEY_WIDTH)
     keys = ()
     for j in tl.static_range(KEY_PLANES):
-        key = turned(key_ptrs, j * KEY_WIDTH + columns, inside, cos_ptr, sin_ptr, ROTARY)
+        key = turned(key_ptrs, j * KEY_WIDTH + columns, live, cos_ptrs, sin_ptrs, ROTARY)
         keys = keys + (key,)
     if keys_out_ptr is not None:
-        out_ptrs = keys_out_ptr + (row * num_heads + head) * D + columns
-        tl.store(out_ptrs, keys[0].to(keys_out_ptr.dtype.element_ty), mask=inside)
-    value_ptrs = values_ptr + row * value_stride + head * D + one[:, None]
-    columns = tl.arange(0, triton.next_power_of_2(VALUE_WIDTH))[None, :]
-    inside_values = columns < VALUE_WIDTH
+        ptrs = keys_out_ptr + ((row * num_heads + head) * D)[:, None] + columns
+        tl.store(ptrs, keys[0].to(keys_out_ptr.dtype.element_ty), mask=live)
+    value_ptrs = values_ptr + (row * value_stride + head * D)[:, None]
+    value_columns = tl.arange(0, triton.next_power_of_2(VALUE_WIDTH))[None, :]
+    inside_values = value_columns < VALUE_WIDTH
     values = ()
     for j in tl.static_range(VALUE_PLANES):
-        ptrs = value_ptrs + j * VALUE_WIDTH + columns
-        values = values + (tl.load(ptrs, mask=inside_values, other=0.0).to(tl.float32),)
-    if slot < 0:
-        return
+        ptrs = value_ptrs + j * VALUE_WIDTH + value_columns
+        value = tl.load(ptrs, mask=inside_rows & inside_values, other=0.0)
+        values = values + (value.to(tl.float32),)
+    slot = tl.load(slots_ptr + row, mask=row < T, other=-1)
+    stored = slot >= 0
     page, offset = slot // PAGE, slot % PAGE
     if TO_TAILS:
-        ptrs = key_words_ptr + page * tail_stride + (offset * num_heads + head) * D + columns
+        rows = page * tail_stride + (offset * num_heads + head) * D
+        ptrs = key_words_ptr + rows[:, None] + columns
         element = key_words_ptr.dtype.element_ty
-        tl.store(ptrs, keys[0].to(element), mask=inside)
-        tl.store(ptrs + PAGE * num_heads * D, values[0].to(element), mask=inside)
+        tl.store(ptrs, keys[0].to(element), mask=stored[:, None] & inside)
+        ptrs += PAGE * num_heads * D
+        tl.store(ptrs, values[0].to(element), mask=stored[:, None] & inside)
     else:
         key_static, value_static = 1.0, 1.0
         if static_ptr is not None:
             key_static = tl.load(static_ptr + head)
             value_static = tl.load(static_ptr + num_heads + head)
-        live = one == 0
+        page_head = page * num_heads + head
         store_codes(
-            keys, key_words_ptr, key_grid_ptr, key_static, page * num_heads + head,
-            one + offset, live, inside, KEYS, 1, D, PAGE,
+            keys, key_words_ptr, key_grid_ptr, key_static, page_head, offset, stored, inside,
+            KEYS, 1, D, PAGE,
         )  # fmt: skip
         store_codes(
-            values, value_words_ptr, value_grid_ptr, value_static, page * num_heads + head,
-            one + offset, live, inside_values, VALUES, VALUE_GROUPS, D, PAGE,
+            values, value_words_ptr, value_grid_ptr, value_static, page_head, offset, stored,
+            inside_values, VALUES, VALUE_GROUPS, D, PAGE,
         )  # fmt: skip
 
 
