@@ -37,6 +37,7 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
     if note := gate.budget_note():
         show.note(note)
     cases = gate.all_cases() if everything else gate.budgeted_cases()
+    cases = (*cases, *gate.attention_to_check(everything=everything))
     pairs = list(gate.pairs(cases, chosen))
     findings: list[Finding] = []
     with show.steps() as steps:
@@ -77,7 +78,7 @@ def _print(findings: Iterable[Finding], show: console.Show) -> None:
     table = Table(box=SIMPLE)
     for name in ("kernel", "tokens", "GPU", "tile", "matrix", "registers", "shared"):
         table.add_column(name, no_wrap=True)
-    table.add_column("i/weight", justify="right")
+    table.add_column("i/weight", justify="right")  # or an element of keys and values
     table.add_column("budget", justify="right")
     table.add_column("", no_wrap=True)
     for f in findings:
@@ -89,7 +90,7 @@ def _print(findings: Iterable[Finding], show: console.Show) -> None:
             ", ".join(sorted(f.code.matrix)),
             str(f.code.registers),
             console.size(f.code.shared),
-            f"{f.per_weight:.2f}",
+            "-" if f.per_weight is None else f"{f.per_weight:.2f}",
             "-" if f.budget is None else f"{f.budget:.1f}",
             "; ".join(f.violations) or "ok",
         )
@@ -97,7 +98,7 @@ def _print(findings: Iterable[Finding], show: console.Show) -> None:
 
 
 def _record(finding: Finding) -> dict[str, Any]:
-    code = finding.code
+    code, per_weight = finding.code, finding.per_weight
     return {
         "kernel": finding.case.name,
         "tokens": finding.case.tokens,
@@ -107,7 +108,7 @@ def _record(finding: Finding) -> dict[str, Any]:
         "registers": code.registers,
         "stack": code.stack,
         "shared": code.shared,
-        "instructions_per_weight": round(finding.per_weight, 3),
+        "instructions_per_weight": None if per_weight is None else round(per_weight, 3),
         "budget": finding.budget,
         "violations": list(finding.violations),
     }

@@ -55,7 +55,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         decoder = model.decoder
-        self._block_size = decoder.kv.schemes.block_size(options.block_size)
+        self._block_size = decoder.block_size(options.block_size)
         size = cache_size(
             options,
             model.max_model_len,

@@ -11,9 +11,11 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.kernels.backend import AttentionScope, Backend
 from qtool.runtime.kernels.cpu.memory import huge_zeros
+from qtool.runtime.kv_fused import fused_layer
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
+from qtool.runtime.rotary import RotaryRows
 from qtool.runtime.tails import BlockCopy
 
 
@@ -72,6 +74,7 @@ class LayerCache(BlockPools):
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
         num_tails: tail pages, where any layer keeps them.
         dtype: the compute dtype.
+        backend: whose own pages are taken where it has them; ``None``: torch's everywhere.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class LayerCache(BlockPools):
         num_tails: int,
         dtype: torch.dtype,
         device: torch.device,
+        backend: Backend | None = None,
     ) -> None:
         schemes = form.schemes.layers
         kept = [index for index, scheme in enumerate(schemes) if scheme.has_tails]
@@ -91,6 +95,7 @@ class LayerCache(BlockPools):
         )
         self._tail_of = {layer: tails[:, number] for number, layer in enumerate(kept)}
         self._shape, self._dtype, self._device = shape, dtype, device
+        self._backend = backend
         scales = form.scales or (None,) * len(schemes)
         self.layers = [
             self._layer(*one) for one in zip(range(len(schemes)), schemes, scales, strict=True)
@@ -102,10 +107,15 @@ class LayerCache(BlockPools):
     def _layer(
         self, index: int, scheme: KVScheme, scales: tuple[Tensor, Tensor] | None
     ) -> CacheLayer:
+        tails = self._tail_of.get(index)
+        if self._backend is not None:
+            fused = fused_layer(scheme, self._backend, self._shape, tails, scales)
+            if fused is not None:
+                return fused
         if scheme is WIDE:
             return WideLayer(self._shape, self._dtype, self._device)
-        if scheme.has_tails:
-            return PageLayer(scheme, self._shape, self._tail_of[index], self._device)
+        if tails is not None:
+            return PageLayer(scheme, self._shape, tails, self._device)
         return CodeLayer(scheme, self._shape, self._dtype, self._device, scales)
 
     def attend(
@@ -117,19 +127,23 @@ class LayerCache(BlockPools):
         batch: Batch,
         scope: AttentionScope,
         backend: Backend,
+        rotary: RotaryRows | None = None,
     ) -> Tensor:
         """Store the batch's rows of one layer, and let its queries see what is stored.
 
         Args:
-            q: [T, num_heads, head_dim], rotated.
-            keys, values: [T, num_kv_heads, head_dim], keys rotated.
+            q: [T, num_heads, head_dim].
+            keys, values: [T, num_kv_heads, head_dim].
+            rotary: rows to rotate queries and keys by; ``None``: they are, or need not be.
 
         Returns:
             [T, num_heads, head_dim].
         """
         if self._batch is None or self._batch.batch is not batch:
             self._batch = SegmentedBatch(batch, self.block_size)
-        return self.layers[layer].attend(q, keys, values, self._batch, scope, backend)
+        return self.layers[layer].rotate_and_attend(
+            q, keys, values, rotary, self._batch, scope, backend
+        )
 
 
 class PagedCache(BlockPools):

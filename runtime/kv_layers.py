@@ -15,6 +15,7 @@ from qtool.runtime.kernels.backend import AttentionScope, Backend
 from qtool.runtime.kv_codes import CodePool
 from qtool.runtime.kv_schemes import KVScheme
 from qtool.runtime.kv_segments import SegmentedBatch
+from qtool.runtime.rotary import RotaryRows, rotate
 
 Shape = tuple[int, int, int, int]  # num_blocks, block_size, num_kv_heads, head_dim
 
@@ -47,6 +48,25 @@ class CacheLayer(ABC):
         Returns:
             [T, num_heads, head_dim].
         """
+
+    def rotate_and_attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotary: RotaryRows | None,
+        batch: SegmentedBatch,
+        scope: AttentionScope,
+        backend: Backend,
+    ) -> Tensor:
+        """:meth:`attend` for queries and keys that are not rotated yet; a layer may do both in one.
+
+        Args:
+            rotary: the batch's rows of the layer's rotary table, if it has one.
+        """
+        if rotary is not None:
+            q, keys = rotate(q, rotary), rotate(keys, rotary)
+        return self.attend(q, keys, values, batch, scope, backend)
 
 
 class WideLayer(CacheLayer):

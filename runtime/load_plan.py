@@ -7,11 +7,14 @@ operations themselves.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
 from qtool.runtime.kernels.backend import Backend, LinearOp
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
+from qtool.runtime.kv_fused import why_not_fused
+from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.loaded_model import LoadedModel, refuse_notes
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import NativeDecoder
@@ -55,7 +58,7 @@ def make_plan(
         vocab_size=decoder.config.vocab_size,
         notes=(*model.notes, *shortage),
         kv_cache_dtype=decoder.kv_cache_dtype,
-        parts=(*_linears(model), *_operations(model)),
+        parts=(*_linears(model), *_operations(model, block_size)),
         batch_invariance=invariance_cost(decoder) if options.loading.batch_invariant else "",
         prefix_caching=options.enable_prefix_caching,
         scheduling_policy=options.scheduling_policy,
@@ -103,13 +106,17 @@ def _linears(model: LoadedModel) -> Iterator[PlannedPart]:
         yield PlannedPart(part, kernel, len(ops), sum(op.num_bytes for op in ops), why)
 
 
-def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
+def _operations(model: LoadedModel, block_size: int) -> Iterator[PlannedPart]:
     decoder = model.decoder
     backend: Backend = decoder.backend
     why = model.reason
     if isinstance(backend, NativeBackend) and not isinstance(decoder, NativeDecoder):
         backend, why = backend.plain, "the decoder does not run as one native call a step"
     layers = decoder.config.num_layers
+    if backend.fused_kernel:
+        yield from _paged_attention(decoder, block_size, why)
+        yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)
+        return
     attention, reason = backend.attention_kernel, why
     if not isinstance(decoder, NativeDecoder) and not decoder.kv.schemes.is_wide:
         attention += ", over pages decoded layer by layer"
@@ -118,3 +125,15 @@ def _operations(model: LoadedModel) -> Iterator[PlannedPart]:
         )
     yield PlannedPart("attention", attention, layers, 0, reason)
     yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)
+
+
+def _paged_attention(decoder: Decoder, block_size: int, why: str) -> Iterator[PlannedPart]:
+    """Attention by what the layers store, where the back end has pages of its own."""
+    backend = decoder.backend
+    for scheme, count in Counter(decoder.kv.schemes.layers).items():
+        name = str(decoder.dtype).removeprefix("torch.") if scheme is WIDE else scheme.name
+        obstacle = why_not_fused(scheme, backend, decoder.config.head_dim, block_size)
+        if obstacle is None:
+            yield PlannedPart("attention", f"{backend.fused_kernel}, {name}", count, 0, why)
+        else:
+            yield PlannedPart("attention", f"{backend.attention_kernel}, {name}", count, 0, obstacle)

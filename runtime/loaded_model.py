@@ -19,6 +19,7 @@ from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import CacheForm
+from qtool.runtime.kv_fused import fallback_notes
 from qtool.runtime.kv_schemes import FP8, FP8_STATIC, INT8, LayerSchemes, kv_scheme
 from qtool.runtime.loader import load_decoder
 from qtool.runtime.model import Decoder
@@ -98,6 +99,7 @@ def load_model(
     form, cache_notes = choose_cache(options.kv_cache_dtype, stored.kv_scales, decoder)
     decoder, more = choose_form(decoder, form)
     notes += stored.notes + more + cache_notes
+    notes += fallback_notes(form.schemes, decoder.backend, config.head_dim)
     if options.strict:
         refuse_notes(notes)
     if options.self_check and (probe := read_probe(folder)) is not None:

@@ -11,6 +11,7 @@ from qtool.runtime.batch import Batch
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp
 from qtool.runtime.kv_cache import BlockPools, CacheForm, LayerCache
+from qtool.runtime.kv_fused import block_size_of
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
 
@@ -62,10 +63,18 @@ class Decoder:
             return str(self.dtype).removeprefix("torch.")
         return self.kv.schemes.description
 
+    def block_size(self, asked: int | None = None) -> int:
+        """Tokens of a block of its cache: what was asked for, or what it needs or wants.
+
+        Raises:
+            UsageError: the form of the cache needs another number.
+        """
+        return block_size_of(self.kv.schemes, self.backend, asked)
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Memory that one token's keys and values take, scales included, tail pages not."""
-        config, size = self.config, self.kv.schemes.block_size(None)
+        config, size = self.config, self.block_size()
         page = self.kv.schemes.page_bytes(
             size, config.num_kv_heads, config.head_dim, self.dtype.itemsize
         )
@@ -84,7 +93,7 @@ class Decoder:
             num_tails: sequences that may run at a time, where the form has tail pages.
         """
         shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
-        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device)
+        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device, self.backend)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:

@@ -15,7 +15,7 @@ class WindowRun:
     """One window through a decoder, with a cache of its own."""
 
     def __init__(self, decoder: Decoder, window: list[int]) -> None:
-        self._block_size = decoder.kv.schemes.block_size(None)
+        self._block_size = decoder.block_size()
         blocks = -(-len(window) // self._block_size)
         self._decoder = decoder
         self._cache = decoder.new_cache(blocks, self._block_size)

@@ -177,6 +177,7 @@ class Backend(ABC):
     name: ClassVar[str]
     attention_kernel: ClassVar[str]  # what runs, for people
     norm_kernel: ClassVar[str]
+    fused_kernel: ClassVar[str] = ""  # what runs over pages of its own, if it has any
     # Tokens of a block that its own pages want, where nobody asks for a number.
     block_size: ClassVar[int | None] = None
 

@@ -39,7 +39,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def soft_cap(x: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """``CAP * tanh(x)`` in powers of two; infinities of the exponential come out right."""
-    return (CAP * _LOG2_E) * (1.0 - 2.0 / (tl.exp2(2.0 * _LOG2_E * x) + 1.0))
+    return (1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0)) * (CAP * _LOG2_E)
 
 
 @triton.jit

@@ -12,6 +12,8 @@ import triton.language as tl
 from qtool.runtime.kernels.backend import AttentionScope, PageForm
 from qtool.runtime.kernels.triton.target import Target
 
+# What the kernels read: keys, values.
+FORMS = (("wide", "wide"), ("fp8", "fp8"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PLANES = {"wide": 1, "int8": 2, "fp8": 2, "int4": 4}
 BITS = {"wide": 16, "int8": 8, "fp8": 8, "int4": 4}
@@ -42,6 +44,8 @@ def why_not_attention(form: PageForm, head_dim: int, page: int, dtype: torch.dty
     """What keeps a cache from the kernels, or ``None``."""
     if dtype not in OPERANDS:
         return f"computing in {str(dtype).removeprefix('torch.')}"
+    if (form.keys, form.values) not in FORMS:
+        return f"there is no kernel for {form.keys} keys with {form.values} values"
     if head_dim not in HEAD_DIMS:
         return f"head_dim is {head_dim}; the kernels take {', '.join(map(str, HEAD_DIMS))}"
     if page < 16 or page > 128 or page & (page - 1):
@@ -65,6 +69,8 @@ def select_attention(
     stage = page * bits // 8
     room = (target.shared_memory // 2 - 8192) // stage
     stages = max(2, min(3, 1 + room)) if target.is_nvidia else 2
+    if form.has_tails and target.capability in (86, 89):
+        stages = 2  # ptxas stays at 168 registers there, and with three stages spills 8 bytes
     return AttentionTiles(block_m, places[0], warps, stages)
 
 

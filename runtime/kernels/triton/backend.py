@@ -1,7 +1,6 @@
-"""The GPU back end: Triton for quantized linears, norms and gates.
+"""The GPU back end: Triton for quantized linears, norms, gates, and attention over its own pages.
 
-Plain weights are multiplied by the vendor's GEMM. Attention is still the reference's, in plain
-torch. What has no packed form (odd groups, scales of more than 20 bits, FP8 in blocks below
+Plain weights are multiplied by the vendor's GEMM. What has no packed form (odd groups, scales of more than 20 bits, FP8 in blocks below
 sm_89, float32) is held dense, and says so in its kernel's name.
 """
 
@@ -12,7 +11,7 @@ import triton
 from torch import Tensor
 
 from qtool.formats.tensor import QuantizedTensor
-from qtool.runtime.kernels.backend import LinearOp
+from qtool.runtime.kernels.backend import FusedCache, LinearOp, PageForm
 from qtool.runtime.kernels.cpu.torch_ops import DenseLinear
 from qtool.runtime.kernels.reference import (
     ReferenceBackend,
@@ -20,8 +19,10 @@ from qtool.runtime.kernels.reference import (
     dense_weight,
     rounds_input,
 )
+from qtool.runtime.kernels.triton.attention_config import why_not_attention
 from qtool.runtime.kernels.triton.config import TileTable
 from qtool.runtime.kernels.triton.gated import gated
+from qtool.runtime.kernels.triton.kv_pages import PlanCache, TritonPages
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
 from qtool.runtime.kernels.triton.linear import (
@@ -52,6 +53,8 @@ class TritonBackend(ReferenceBackend):
 
     name = "triton"
     norm_kernel = "triton"
+    fused_kernel = "triton paged"
+    block_size = 64
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class TritonBackend(ReferenceBackend):
         super().__init__(device, dtype)
         self.target, self._place = target, Place(target, Workspace.on(device), table)
         self._packed: list[PackedLinear] = []
+        self._plans = PlanCache(target)
 
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         bias = None if bias is None else bias.to(self.device)
@@ -125,6 +129,22 @@ class TritonBackend(ReferenceBackend):
 
     def router(self, weight: Tensor) -> LinearOp:
         return self._in_float32(weight)
+
+    def why_not_fused(self, form: PageForm, head_dim: int, block_size: int) -> str | None:
+        return why_not_attention(form, head_dim, block_size, self.dtype)
+
+    def fused_cache(
+        self,
+        form: PageForm,
+        shape: tuple[int, int, int, int],
+        *,
+        tails: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> FusedCache:
+        return TritonPages(
+            form, shape, self.dtype, self.device, self.target, self._place.workspace, self._plans,
+            tails=tails, scales=scales,
+        )  # fmt: skip
 
     def _in_float32(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         return TritonBackend(self.device, torch.float32, self.target).linear(weight, None)

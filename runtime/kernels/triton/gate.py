@@ -17,6 +17,18 @@ import torch
 import triton
 
 from qtool.runtime.kernels.triton.aot import compile_gemm
+from qtool.runtime.kernels.triton.attention_gate import (
+    AttentionCase,
+    StoreCase,
+    all_attention,
+    attention_violations,
+    budgeted_attention,
+    compile_attention,
+    compile_store,
+    instructions_per_element,
+    launch_of,
+    stores,
+)
 from qtool.runtime.kernels.triton.config import BUCKETS, GemmShape, Tiles, Zeros, select_config
 from qtool.runtime.kernels.triton.layout import Codes
 from qtool.runtime.kernels.triton.machine_code import (
@@ -66,16 +78,17 @@ class Finding:
     """A case on one architecture.
 
     Attributes:
-        per_weight: instructions of the main loop a weight.
+        per_weight: instructions of the main loop a weight, or an element of keys and values;
+            ``None`` for a kernel without one.
         budget: what it may be, or ``None``.
         violations: what is wrong, one phrase each.
     """
 
-    case: Case
+    case: Case | AttentionCase | StoreCase
     arch: str
     tiles: Tiles
     code: MachineCode
-    per_weight: float
+    per_weight: float | None
     budget: float | None
     violations: tuple[str, ...]
 
@@ -146,6 +159,12 @@ def all_cases() -> Iterator[Case]:
             yield Case(name, shape, torch.float16, tokens, {}, gated=True)
 
 
+def attention_to_check(*, everything: bool) -> Iterator[AttentionCase | StoreCase]:
+    """Attention over the cache, and what writes it; without ``everything`` what has a budget."""
+    yield from all_attention() if everything else budgeted_attention()
+    yield from stores() if everything else ()
+
+
 def _every_shape() -> Iterator[tuple[str, GemmShape]]:
     for group in (128, 64, 32):
         yield f"W4A16 g{group}", gemm_shape(Codes.INT4, group)
@@ -159,26 +178,51 @@ def _every_shape() -> Iterator[tuple[str, GemmShape]]:
     yield "W8A8 FP8 blocks", gemm_shape(Codes.FP8_BYTES, 128)
 
 
-def pairs(cases: Iterable[Case], arches: Iterable[str]) -> Iterator[tuple[Case, str]]:
+def pairs(
+    cases: Iterable[Case | AttentionCase | StoreCase], arches: Iterable[str]
+) -> Iterator[tuple[Case | AttentionCase | StoreCase, str]]:
     """Every case on every architecture that has it: e4m3 products need the hardware."""
     for case in cases:
         for arch in arches:
-            if case.shape.codes is not Codes.FP8_BYTES or sample_target(arch).has_fp8:
+            e4m3 = isinstance(case, Case) and case.shape.codes is Codes.FP8_BYTES
+            if not e4m3 or sample_target(arch).has_fp8:
                 yield case, arch
 
 
-def check(case: Case, arch: str) -> Finding:
+def check(case: Case | AttentionCase | StoreCase, arch: str) -> Finding:
     """Compile what serving would run and look at its code."""
     target = sample_target(arch)
+    if isinstance(case, StoreCase):
+        code = read_code(compile_store(case, target))
+        spilled = (f"stack of {code.stack} bytes: registers spill",) if code.stack else ()
+        return Finding(case, arch, launch_of(case.tiles(target)), code, None, None, spilled)
+    if isinstance(case, AttentionCase):
+        code = read_code(compile_attention(case, target))
+        found = instructions_per_element(code, case, target)
+        wrong = attention_violations(case, target, code)
+        return _finding(case, arch, launch_of(case.tiles(target)), code, found, wrong)
     tiles = select_config(target, case.shape, case.tokens)
     assert tiles is not None, "cases stay below the length at which weights are dequantized"
     compiled = compile_gemm(target, case.shape, tiles, case.dtype, gated=case.gated)
     code = read_code(compiled)
     per_weight = instructions_per_weight(code, case.shape, tiles, target)
-    budget = case.budgets.get(BUDGET_OF.get(arch, ""))
-    violations = list(violations_of(case, target, tiles, code))
+    wrong = violations_of(case, target, tiles, code)
+    return _finding(case, arch, tiles, code, per_weight, wrong)
+
+
+def _finding(
+    case: Case | AttentionCase,
+    arch: str,
+    tiles: Tiles,
+    code: MachineCode,
+    per_weight: float,
+    wrong: Iterable[str],
+) -> Finding:
+    """What was found, and whether it keeps to its budget."""
+    budget, violations = case.budgets.get(BUDGET_OF.get(arch, "")), list(wrong)
     if budget_note() is None and budget is not None and per_weight > budget * SLACK:
-        violations.append(f"{per_weight:.2f} instructions a weight, budget {budget}")
+        unit = "a weight" if isinstance(case, Case) else "an element"
+        violations.append(f"{per_weight:.2f} instructions {unit}, budget {budget}")
     return Finding(case, arch, tiles, code, per_weight, budget, tuple(violations))
 
 
