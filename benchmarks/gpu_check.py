@@ -7,6 +7,7 @@ Installs nothing. Checks first (a wrong kernel is not timed): each kind of weigh
 dequantized product, inline assembly against the plain path bit for bit, splits of K a thousand
 times over in a captured graph. Then ceilings (copy, the vendor's 16-bit GEMM) and the kernels,
 with weights that rotate so that none stays in the cache, and the linears of an 8B decoder's step.
+attention_check.py has the same for attention over the paged cache.
 A row of the CSV has device and versions, time, and the share of the ceiling measured here.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 import triton
+from attention_check import attention_checks, decode_attention
 from torch import Tensor
 from torch.nn import functional
 
@@ -297,7 +299,9 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(device, SMALL if chosen.small else FULL)
     rows: list[Row] = []
-    for section in (checks, ceilings, products, decoder_step):
+    for section in (
+        checks, attention_checks, ceilings, products, decoder_step, decode_attention,
+    ):  # fmt: skip
         for row in section(bench):
             rows.append(row)
             print(*list(asdict(row).values())[3:], sep="  ", flush=True)

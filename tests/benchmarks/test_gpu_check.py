@@ -22,6 +22,10 @@ def test_every_section_reports_and_the_csv_has_it_all(
     sections = [row["section"] for row in rows]
     assert sections.count("check") == len(gpu_check.SCHEMES) + 3 + 1
     assert sections.count("ceiling") == 1 and sections.count("decode") == 2
+    forms = ["16-bit", "fp8", "int8", "k8v4", "int4"]
+    assert sections.count("attention check") == len(forms)
+    attention = [(r["name"], r["rows"], r["columns"]) for r in rows if r["section"] == "attention"]
+    assert attention == [(form, batch, "70") for batch in "12" for form in forms]
     products = [row for row in rows if row["section"] == "product"]
     assert len(products) == 2 * (1 + len(gpu_check.SCHEMES))
     assert all(row["verdict"] == "ok" and row["device"] == "interpreter" for row in rows)

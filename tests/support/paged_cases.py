@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -124,6 +125,19 @@ class Case:
                     found[index].append(out[span.start : span.start + span.length])
         return [torch.cat(parts) for parts in found]
 
+    def store(self, bounds: Sequence[tuple[int, int]]) -> None:
+        """Write rows that nobody looks at: their attention would take long in the interpreter."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TritonPages, "read", lambda _, q, *__: q)
+            rows, parts = self.batch(bounds)
+            self.pages.attend(*parts, None, rows, AttentionScope(1.0))
+
+    def last(self, starts: Sequence[int], scope: AttentionScope) -> list[Tensor]:
+        """What queries from ``starts`` on get, in one chunk each; those before are only stored."""
+        self.store([(0, start) for start in starts])
+        ends = zip(starts, self.lengths, strict=True)
+        return self.run([list(ends)], scope)
+
     def stored(self, index: int) -> tuple[Tensor, Tensor]:
         """A sequence's keys and values as the scheme has them, float64, through torch's pools."""
         _, keys, values = self.rows[index]
@@ -143,12 +157,12 @@ class Case:
             decoded.append(pool.read(torch.arange(count)).flatten(0, 1)[: len(rows)].double())
         return decoded[0], decoded[1]
 
-    def expected(self, index: int, scope: AttentionScope) -> Tensor:
-        """Row by row and head by head in float64; its own page exact where pages are sealed."""
+    def expected(self, index: int, scope: AttentionScope, start: int = 0) -> Tensor:
+        """Rows from ``start`` on, head by head in float64; own pages exact where they are sealed."""
         q, *exact = (part.double() for part in self.rows[index])
         stored = self.stored(index)
         out = torch.empty_like(q)
-        for row in range(len(q)):
+        for row in range(start, len(q)):
             own = row // self.page * self.page if FORMS[self.form][0].has_tails else row + 1
             first = 0 if scope.window is None else max(0, row - scope.window + 1)
             keys, values = (
@@ -160,7 +174,7 @@ class Case:
                 if scope.softcap is not None:
                     scores = scope.softcap * torch.tanh(scores / scope.softcap)
                 out[row, head] = torch.softmax(scores, 0) @ values[:, head // self.group]
-        return out
+        return out[start:]
 
 
 def codes_of(pool: Pool, planes: int) -> Tensor:

@@ -145,8 +145,7 @@ class TritonPages(FusedCache):
         batch: PagedBatch,
         scope: AttentionScope,
     ) -> Tensor:
-        group = q.shape[1] // self.num_kv_heads
-        plan = self._plans.plan(batch, group, self.num_kv_heads, self.page)
+        plan = self.plan(batch, q.shape[1] // self.num_kv_heads)
         q, keys = self.write(q, keys, values, rotary, plan)
         if self.form.has_tails:
             self._seal(keys, values, plan)
@@ -156,6 +155,10 @@ class TritonPages(FusedCache):
             for place, part in enumerate((keys, values)):
                 self._tails[tails, place, offsets] = part[rows]
         return out
+
+    def plan(self, batch: PagedBatch, group: int) -> AttentionPlan:
+        """The batch's tiles, for ``group`` heads of queries to one of keys."""
+        return self._plans.plan(batch, group, self.num_kv_heads, self.page)
 
     def write(
         self,
