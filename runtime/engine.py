@@ -67,6 +67,7 @@ class Engine:
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
         self._clock = clock
         self._cache = decoder.new_cache(size.blocks, self._block_size, size.tails)
+        decoder.warm_up(self._cache)
         prefixes = None
         if options.enable_prefix_caching:
             prefixes = PrefixCache(self._block_size, decoder.kv_cache_dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from qtool.runtime.batch import Batch
 from qtool.runtime.kernels.backend import AttentionScope, Backend
 from qtool.runtime.kernels.cpu.memory import huge_zeros
-from qtool.runtime.kv_fused import fused_layer
+from qtool.runtime.kv_fused import FusedLayer, fused_layer
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
@@ -103,6 +103,11 @@ class LayerCache(BlockPools):
         self._batch: SegmentedBatch | None = None
         pools = [pool for layer in self.layers for pool in layer.pools]
         super().__init__(shape[1], pools, [tails] if kept else [])
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether every layer is in the back end's own pages."""
+        return all(isinstance(layer, FusedLayer) for layer in self.layers)
 
     def _layer(
         self, index: int, scheme: KVScheme, scales: tuple[Tensor, Tensor] | None

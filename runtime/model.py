@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtool.runtime.batch import Batch
+from qtool.runtime.batch import Batch, QuerySpan
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp
 from qtool.runtime.kv_cache import BlockPools, CacheForm, LayerCache
@@ -94,6 +94,17 @@ class Decoder:
         """
         shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
         return LayerCache(self.kv, shape, num_tails, self.dtype, self.device, self.backend)
+
+    def warm_up(self, cache: BlockPools) -> None:
+        """Compile what steps need before the first request; nothing is stored in blocks."""
+        if not isinstance(cache, LayerCache) or not cache.is_fused:
+            return
+        for rows in self.backend.warm_up_rows:
+            positions = torch.arange(rows, device=self.device)
+            tables = positions.new_zeros(1, -(-rows // cache.block_size))
+            tokens, span = torch.zeros_like(positions), QuerySpan(0, rows, rows)
+            nowhere, last = positions.new_full((rows,), -1), positions[-1:]
+            self.forward(Batch(tokens, positions, nowhere, (span,), tables, last, (0,)), cache)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:

@@ -232,6 +232,11 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
+    @property
+    def warm_up_rows(self) -> tuple[int, ...]:
+        """Rows of steps that compile what else serving can need, once there is a cache."""
+        return ()
+
     def warm_up(self) -> None:
         """Compile what serving can need; once, when all weights are prepared."""
         return

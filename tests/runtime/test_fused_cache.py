@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,47 @@ def test_forks_in_mid_page_see_what_each_would_alone(scheme: str, folder: Path) 
         _step(decoder, own, Chunk(alone, 0, 70))
         expected = _step(decoder, own, Chunk(alone, 70, 1))[0]
         assert relative_error(logits, expected.double()) < 1e-3
+
+
+class _Recorder:
+    """Before a kernel: remembers the forms that would be compiled."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self.forms = kernel, set[tuple[tuple[str, str], ...]]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            self.forms.add(tuple(sorted((name, str(v)) for name, v in constants.items())))
+            self._kernel[grid](*args, **constants)
+
+        return launch
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_nothing_is_compiled_after_warm_up_which_stores_nothing(
+    scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qtool.runtime.kernels.triton import backend, kv_pages
+
+    decoder = _load(folder, "triton", scheme).decoder
+    cache = _cache(decoder)
+    names = ("paged_attention_kernel", "write_rows_kernel", "seal_pages_kernel")
+    recorders = [_Recorder(getattr(kv_pages, name)) for name in names]
+    for name, recorder in zip(names, recorders, strict=True):
+        monkeypatch.setattr(kv_pages, name, recorder)
+    before = [pool.clone() for pool in cache.pools]
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "is_interpreted", lambda: False)
+        decoder.warm_up(cache)
+    for pool, old in zip(cache.pools, before, strict=True):
+        assert torch.equal(pool.view(torch.uint8), old.view(torch.uint8))
+    warmed = [set(recorder.forms) for recorder in recorders]
+    assert len(warmed[0]) == len(warmed[1]) == 2
+    sequence, start = _sequence("s", _ids(66), [5, 2], 1), 0
+    for rows in (40, 20, 5, 1):
+        _step(decoder, cache, Chunk(sequence, start, rows))
+        start += rows
+    assert [recorder.forms for recorder in recorders] == warmed
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -57,9 +57,12 @@ def softmax_step(
     return p, tl.exp2((highest - higher) * unit), higher
 
 
+# Widths of tables change from step to step; a kernel for each kind of them would be too many.
 @triton.jit(
-    do_not_specialize=["q_stride", "own_key_stride", "own_value_stride", "tail_stride"]
-)
+    do_not_specialize=[
+        "q_stride", "own_key_stride", "own_value_stride", "tail_stride", "table_stride",
+    ]
+)  # fmt: skip
 def paged_attention_kernel(
     q_ptr: tl.tensor,  # [T, H, D]
     key_words_ptr: tl.tensor,  # int16, or the compute dtype: [blocks, KV, PAGE, D / planes]
@@ -215,15 +218,13 @@ def paged_attention_kernel(
         for part in tl.range(0, parts, num_stages=1):
             within = part * OWN_ROWS + tl.arange(0, OWN_ROWS)
             at = page_at + within
-            live = (at >= first) & (at < end)
-            fresh, older = (live & (at >= chunk_at))[:, None], (live & (at < chunk_at))[:, None]
+            live, fresh = ((at >= first) & (at < end))[:, None], at >= chunk_at
             own = (chunk_row + at - chunk_at).to(tl.int64)
-            kept_ptrs = tails_ptr + (tail * tail_stride + within * token_stride + head * D)[:, None]
-            own_ptrs = own_keys_ptr + (own * own_key_stride + head * D)[:, None]
+            kept_ptrs = tails_ptr + (tail * tail_stride + within * token_stride + head * D)
+            own_ptrs = own_keys_ptr + (own * own_key_stride + head * D)
+            ptrs = tl.where(fresh, own_ptrs, kept_ptrs)[:, None] + channels[None, :]
             here = is_channel(places, KEY_PLANES, D)[None, :]
-            at_channels = channels[None, :]
-            keys = tl.load(own_ptrs + at_channels, mask=fresh & here, other=0.0).to(OPERAND)
-            keys += tl.load(kept_ptrs + at_channels, mask=older & here, other=0.0).to(OPERAND)
+            keys = tl.load(ptrs, mask=live & here, other=0.0).to(OPERAND)
             x = tl.dot(q, tl.trans(keys))
             if CAP > 0:
                 x = soft_cap(x * scale, CAP)
@@ -233,14 +234,14 @@ def paged_attention_kernel(
             p, decay, highest = softmax_step(x, visible, highest, unit, LOG_FACTOR)
             total = total * decay + tl.sum(p, 1)
             shares = p.to(OPERAND)
-            own_ptrs = own_values_ptr + (own * own_value_stride + head * D)[:, None]
+            own_ptrs = own_values_ptr + (own * own_value_stride + head * D)
             kept_ptrs += PAGE * token_stride
+            ptrs = tl.where(fresh, own_ptrs, kept_ptrs)[:, None] + columns[None, :]
             here = (columns < D // VALUE_PLANES)[None, :]
             new_sums = ()
             for j in tl.static_range(VALUE_PLANES):
-                place = (j * (D // VALUE_PLANES) + columns)[None, :]
-                values = tl.load(own_ptrs + place, mask=fresh & here, other=0.0).to(OPERAND)
-                values += tl.load(kept_ptrs + place, mask=older & here, other=0.0).to(OPERAND)
+                place = ptrs + j * (D // VALUE_PLANES)
+                values = tl.load(place, mask=live & here, other=0.0).to(OPERAND)
                 new_sums = new_sums + (tl.dot(shares, values, sums[j] * decay[:, None]),)
             sums = new_sums
 

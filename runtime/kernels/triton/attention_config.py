@@ -53,6 +53,15 @@ def why_not_attention(form: PageForm, head_dim: int, page: int, dtype: torch.dty
     return None
 
 
+def large_tile(target: Target) -> int:
+    """Rows of a tile where a sequence has many.
+
+    Hopper's instruction takes 64. Others unpack a page once for every warp that holds rows, so
+    their tiles have no more rows than two warps hold, and more would not fit in registers.
+    """
+    return 64 if target.capability >= 90 else 32
+
+
 def select_attention(
     target: Target, form: PageForm, head_dim: int, page: int, block_m: int
 ) -> AttentionTiles:
@@ -62,16 +71,20 @@ def select_attention(
     they compute. Stages as shared memory has room for two programs of them.
     """
     places = padded(head_dim, PLANES[form.values]), padded(head_dim, PLANES[form.keys])
-    warps = 2 if block_m <= 16 and head_dim <= 128 else 4
-    if block_m * places[0] > 64 * 128:
-        warps = 8
-    bits = places[1] * BITS[form.keys] + places[0] * BITS[form.values]
-    stage = page * bits // 8
+    stage = page * (places[1] * BITS[form.keys] + places[0] * BITS[form.values]) // 8
     room = (target.shared_memory // 2 - 8192) // stage
     stages = max(2, min(3, 1 + room)) if target.is_nvidia else 2
-    if form.has_tails and target.capability in (86, 89):
-        stages = 2  # ptxas stays at 168 registers there, and with three stages spills 8 bytes
-    return AttentionTiles(block_m, places[0], warps, stages)
+    if target.capability == 90 and head_dim > 128 and form.keys == "wide" and block_m <= 16:
+        stages = 3  # with two, ptxas spills 8 bytes
+    return AttentionTiles(block_m, places[0], _warps(form, head_dim, block_m), stages)
+
+
+def _warps(form: PageForm, head_dim: int, block_m: int) -> int:
+    if head_dim > 128:
+        return 4 if block_m <= 16 else 8
+    if block_m <= 16 and head_dim == 64 and form.values == "int4":
+        return 1  # planes of 16 channels are two instructions wide
+    return 2 if block_m <= 32 else 4
 
 
 def value_groups(head_dim: int) -> int:

@@ -20,10 +20,11 @@ from qtool.runtime.kernels.triton.attention import paged_attention_kernel
 from qtool.runtime.kernels.triton.attention_config import (
     AttentionTiles,
     attention_constants,
+    large_tile,
     select_attention,
     value_groups,
 )
-from qtool.runtime.kernels.triton.attention_plan import LARGE_TILE, SMALL_TILE
+from qtool.runtime.kernels.triton.attention_plan import SMALL_TILE
 from qtool.runtime.kernels.triton.config import Tiles
 from qtool.runtime.kernels.triton.kv_write import seal_pages_kernel, write_rows_kernel
 from qtool.runtime.kernels.triton.machine_code import INT_TO_FLOAT, MachineCode
@@ -56,7 +57,7 @@ class AttentionCase:
 
     def tiles(self, target: Target) -> AttentionTiles:
         """What serving chooses on a GPU."""
-        block_m = SMALL_TILE if self.tokens == 1 else LARGE_TILE
+        block_m = SMALL_TILE if self.tokens == 1 else large_tile(target)
         return select_attention(target, self.form, self.head_dim, self.page, block_m)
 
 

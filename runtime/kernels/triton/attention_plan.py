@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qtool.runtime.kernels.backend import PagedBatch
+from qtool.runtime.kernels.triton.attention_config import large_tile
 from qtool.runtime.kernels.triton.target import Target
 
-# Rows of a matrix instruction, and of a tile where a sequence has many rows.
-SMALL_TILE, LARGE_TILE = 16, 64
+# Rows of a matrix instruction.
+SMALL_TILE = 16
 # A program that sees fewer tokens spends more on the merge than on them.
 MIN_TOKENS_PER_SPLIT = 256
 # Programs that share a multiprocessor, by registers and shared memory of a decode step's kernels.
@@ -47,7 +48,7 @@ def _pages(
     return tl.where(count > 0, first, 0), tl.where(count > 0, end, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_items", "budget", "least"])
 def plan_splits_kernel(
     tiles_ptr: tl.tensor,  # int32 [tiles, 8]
     splits_ptr: tl.tensor,  # int32 [tiles, 4]
@@ -144,7 +145,7 @@ class AttentionPlan:
         longest = max(span.length for span in batch.spans)
         self.block_m = max(SMALL_TILE, triton.next_power_of_2(group))
         if longest > self.block_m // group:
-            self.block_m = max(LARGE_TILE, self.block_m)
+            self.block_m = max(large_tile(target), self.block_m)
         # A power of two, so that tiles end where pages do.
         size = min(page, 1 << ((self.block_m // group).bit_length() - 1))
         rows = list(_tile_rows(batch, size))

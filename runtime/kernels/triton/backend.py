@@ -22,7 +22,7 @@ from qtool.runtime.kernels.reference import (
 from qtool.runtime.kernels.triton.attention_config import why_not_attention
 from qtool.runtime.kernels.triton.config import TileTable
 from qtool.runtime.kernels.triton.gated import gated
-from qtool.runtime.kernels.triton.kv_pages import PlanCache, TritonPages
+from qtool.runtime.kernels.triton.kv_pages import FEW_ROWS, PlanCache, TritonPages
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
 from qtool.runtime.kernels.triton.linear import (
@@ -165,6 +165,11 @@ class TritonBackend(ReferenceBackend):
             return
         for operation in self._packed:
             operation.warm_up()
+
+    @property
+    def warm_up_rows(self) -> tuple[int, ...]:
+        """A step of one row, and one whose rows are written and attended to in large tiles."""
+        return () if is_interpreted() else (1, FEW_ROWS + 1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

@@ -81,7 +81,7 @@ def test_two_programs_of_a_decode_step_fit_on_a_multiprocessor(arch: str) -> Non
             width = 64 if head_dim == 64 else 128
             page = 64 * width * (bits[keys] + bits[values]) // 8
             assert 2 * (tiles.num_stages - 1) * page <= target.shared_memory
-            assert tiles.num_stages >= 2 and tiles.num_warps == 2
+            assert tiles.num_stages >= 2 and tiles.num_warps <= 2
 
 
 def test_prompts_take_hoppers_instruction() -> None:
