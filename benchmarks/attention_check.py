@@ -1,8 +1,8 @@
-"""For gpu_check.py, attention over the paged cache: is it right, and how fast is a decode step of it.
+"""For gpu_check.py, attention over the paged cache: is it right, and how fast is a decode step.
 
-Every form of the cache is checked against torch's pools of the same form: prompts in chunks, then a
-step, with the rotation fused. Then one layer of an 8B decoder (32 heads of queries, 8 of keys, 128
-channels) over batch and context, with layers in turns so that none stays in the cache. A row's
+Every form of the cache is checked against torch's pools of the same form: a prompt in chunks, then
+a step, with the rotation fused. Then one layer of an 8B decoder (32 heads of queries, 8 of keys,
+128 channels) over batch and context, with layers in turns so that none stays in the cache. A row's
 columns are sequences and tokens of context, its share is of the bandwidth that a copy reaches, and
 its speedup is over 16-bit pages.
 """
@@ -101,8 +101,7 @@ def _run_layer(
     for length in (*plan.chunks, 1):
         batch = build_batch([Chunk(sequence, start, length)], PAGE, bench.device)
         q, keys, values = (
-            bench.random(length, heads, plan.head_dim)
-            for heads in (*plan.heads, plan.heads[1])
+            bench.random(length, heads, plan.head_dim) for heads in (*plan.heads, plan.heads[1])
         )
         angles = torch.rand(length, plan.head_dim // 2, device=bench.device).repeat(1, 2)
         rows = RotaryRows(angles.cos().half(), angles.sin().half())
@@ -123,8 +122,9 @@ def decode_attention(bench: Bench) -> Iterator[Row]:
             assert form is not None
             seconds, num_bytes = _decode_seconds(bench, plan, form, batch_size, context)
             wide = wide or seconds
+            label = "16-bit" if name == "auto" else name
             yield bench.row(
-                "attention", "16-bit" if name == "auto" else name, (batch_size, context), batch_size,
+                "attention", label, (batch_size, context), batch_size,
                 seconds=seconds, of_ceiling=num_bytes / bench.bandwidth / seconds,
                 speedup=wide / seconds,
             )  # fmt: skip

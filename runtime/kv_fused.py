@@ -98,9 +98,7 @@ def _sharing(stored: Stored | None) -> Sharing | None:
     return None if stored is None else stored.sharing
 
 
-def why_not_fused(
-    scheme: KVScheme, backend: Backend, head_dim: int, block_size: int
-) -> str | None:
+def why_not_fused(scheme: KVScheme, backend: Backend, head_dim: int, block_size: int) -> str | None:
     """What keeps layers of a scheme from the back end's own pages, or ``None``."""
     form = page_form(scheme)
     if form is None:
@@ -127,4 +125,3 @@ def fallback_notes(schemes: LayerSchemes, backend: Backend, head_dim: int) -> tu
 def block_size_of(schemes: LayerSchemes, backend: Backend, asked: int | None) -> int:
     """Tokens of a block: what was asked for, what schemes need, or what the back end wants."""
     return schemes.block_size(backend.block_size if asked is None else asked)
-

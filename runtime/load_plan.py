@@ -136,4 +136,6 @@ def _paged_attention(decoder: Decoder, block_size: int, why: str) -> Iterator[Pl
         if obstacle is None:
             yield PlannedPart("attention", f"{backend.fused_kernel}, {name}", count, 0, why)
         else:
-            yield PlannedPart("attention", f"{backend.attention_kernel}, {name}", count, 0, obstacle)
+            yield PlannedPart(
+                "attention", f"{backend.attention_kernel}, {name}", count, 0, obstacle
+            )

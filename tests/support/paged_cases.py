@@ -112,7 +112,9 @@ class Case:
         rows = Rows(tuple(spans), torch.tensor(tables), torch.tensor(slots), tuple(tails))
         return rows, [torch.cat(part) for part in zip(*parts, strict=True)]
 
-    def run(self, steps: Sequence[Sequence[tuple[int, int]]], scope: AttentionScope) -> list[Tensor]:
+    def run(
+        self, steps: Sequence[Sequence[tuple[int, int]]], scope: AttentionScope
+    ) -> list[Tensor]:
         """What each sequence's queries get, in chunks."""
         found: list[list[Tensor]] = [[] for _ in self.lengths]
         for bounds in steps:
@@ -158,7 +160,7 @@ class Case:
         return decoded[0], decoded[1]
 
     def expected(self, index: int, scope: AttentionScope, start: int = 0) -> Tensor:
-        """Rows from ``start`` on, head by head in float64; own pages exact where they are sealed."""
+        """Rows from ``start`` on in float64; own pages as they were, where pages are sealed."""
         q, *exact = (part.double() for part in self.rows[index])
         stored = self.stored(index)
         out = torch.empty_like(q)
@@ -178,7 +180,7 @@ class Case:
 
 
 def codes_of(pool: Pool, planes: int) -> Tensor:
-    """Words as codes, uint8 [num_blocks, page, num_kv_heads, head_dim]: each plane's behind the other's."""
+    """Words as codes, a plane behind the other: [num_blocks, page, num_kv_heads, head_dim]."""
     words = pool.words.to(torch.int32)
     if planes == 4:
         parts = [(words >> (4 * plane)) & 15 for plane in range(4)]

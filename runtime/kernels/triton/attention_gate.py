@@ -1,8 +1,8 @@
-"""Attention and cache writes, for the gate: the forms that are compiled, and what their code must be.
+"""Attention and cache writes, for the gate: what is compiled, and what its code must be.
 
-Counted are instructions of the main loop for an element of keys or values, decode with four heads of
-queries to one of keys. Reductions of a row's scores go from thread to thread, so exchanges are not
-counted; everything else is as for weights.
+Counted are instructions of the main loop for an element of keys or values, in a decode step with
+four heads of queries to one of keys. A row's scores are reduced from thread to thread, so exchanges
+are no fault here; everything else is as for weights.
 """
 
 from __future__ import annotations

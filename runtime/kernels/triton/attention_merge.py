@@ -83,5 +83,5 @@ def merge_parts(
         for j in tl.static_range(PLANES):
             part = tl.load(part_ptr + j * (BLOCK_M * WIDTH) + within, cache_modifier=".cg")
             merged = merged + (sums[j] + part * weight[:, None],)
-        sums = merged
+        sums = merged  # type: ignore[assignment]
     return sums, total

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import triton
@@ -36,7 +37,7 @@ def _pages(
     num_tiles: tl.tensor,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+) -> Any:
     """(first, end) of the pages that tiles see; both 0 for a tile without rows."""
     inside = numbers < num_tiles
     count = tl.load(tiles_ptr + 8 * numbers + 2, mask=inside, other=0)
@@ -198,7 +199,10 @@ class AttentionPlan:
         if not rows:
             return None
         device = self.batch.block_tables.device
-        return tuple(torch.tensor(numbers, device=device) for numbers in (rows, tails, offsets))  # type: ignore[return-value]
+        first, second, third = (
+            torch.tensor(numbers, device=device) for numbers in (rows, tails, offsets)
+        )
+        return first, second, third
 
     def _page_rows(self, index: int) -> Iterator[tuple[int, ...]]:
         span, tail = self.batch.spans[index], self.batch.tails[index]

@@ -1,7 +1,8 @@
 """The GPU back end: Triton for quantized linears, norms, gates, and attention over its own pages.
 
-Plain weights are multiplied by the vendor's GEMM. What has no packed form (odd groups, scales of more than 20 bits, FP8 in blocks below
-sm_89, float32) is held dense, and says so in its kernel's name.
+Plain weights are multiplied by the vendor's GEMM. What has no packed form (odd groups, scales of
+more than 20 bits, FP8 in blocks below sm_89, float32) is held dense, and says so in its kernel's
+name.
 """
 
 from __future__ import annotations

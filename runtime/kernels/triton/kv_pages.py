@@ -35,7 +35,6 @@ from qtool.runtime.kernels.triton.kv_write import seal_pages_kernel, write_rows_
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.target import Target
 
-
 # Up to so many rows are written one by one, more of them by the sixteen.
 FEW_ROWS = 32
 
@@ -246,7 +245,7 @@ class TritonPages(FusedCache):
         group, tables = q.shape[1] // self.num_kv_heads, plan.batch.block_tables
         splits = plan.splits(scope.window)
         tiles = select_attention(self._target, self.form, self.head_dim, self.page, plan.block_m)
-        self._reserve(splits.num_shared, len(plan.tiles), tiles)
+        self._reserve(splits.num_shared, tiles)
         tails = self._tails
         interpreted = is_interpreted()
         constants = attention_constants(
@@ -282,11 +281,11 @@ class TritonPages(FusedCache):
         )
         return out
 
-    def _reserve(self, num_shared: int, num_tiles: int, tiles: AttentionTiles) -> None:
+    def _reserve(self, num_shared: int, tiles: AttentionTiles) -> None:
+        """Room for partial results; the same for every batch, so that captured graphs stay."""
         size = tiles.block_m * (tiles.value_places + 2)
-        self._workspace.grow(
-            num_shared * self.num_kv_heads * size, num_tiles * self.num_kv_heads
-        )
+        places = num_shared * self.num_kv_heads
+        self._workspace.grow(places * size, places)
 
 
 def score_scale(form: PageForm, scope: AttentionScope) -> float:

@@ -65,7 +65,7 @@ def load_words(
 def planes_of(
     words: tl.tensor, CODES: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr
 ) -> Any:
-    """A tuple of operand tiles: signed bytes, codes from 0 to 15, e4m3 / 256, or words themselves."""
+    """Tiles of operands: signed bytes, codes from 0 to 15, e4m3 / 256, or the words themselves."""
     zero = tl.full((1,), 8, tl.int32)  # for a path that is not taken
     if CODES == "int4":
         planes = int4_planes(words, zero, 0, tl.float16, ASM)

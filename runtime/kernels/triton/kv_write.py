@@ -1,8 +1,8 @@
 """Rows of a batch into the cache: queries and keys rotated, codes and grids stored.
 
 Contract: rotation as :func:`qtool.runtime.rotary.rotate`, computed in float32 and rounded to the
-compute dtype once; then the codes of :mod:`qtool.runtime.kv_codes` bit for bit. Rows whose slot is -1
-are rotated and not stored. Grids follow from shapes alone.
+compute dtype once; then the codes of :mod:`qtool.runtime.kv_codes` bit for bit. Rows whose slot is
+-1 are rotated and not stored. Grids follow from shapes alone.
 """
 
 from __future__ import annotations

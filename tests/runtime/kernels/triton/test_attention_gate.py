@@ -1,4 +1,4 @@
-"""The gate's rows for attention: what they compile is what serving chooses, and faults are named."""
+"""The gate's rows for attention: they compile what serving chooses, and name every fault."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from qtool.runtime.rotary import RotaryRows, rotate
 from support.gemm import fenced
 
 pytest.importorskip("triton")
-from qtool.runtime.kernels.triton.attention_config import PLANES
 from qtool.runtime.kernels.triton.kv_pages import Pool
 from support.paged_cases import CPU, FORMS, Case, codes_of, e4m3_of
 
