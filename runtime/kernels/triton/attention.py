@@ -189,7 +189,7 @@ def paged_attention_kernel(
         p, decay, highest = softmax_step(x, visible, highest, unit, LOG_FACTOR)
         total = total * decay + tl.sum(p, 1)
         planes = planes_of(value_words, VALUES, OPERAND, ASM)
-        new_sums = ()
+        new_sums: tl.tuple = ()
         if VALUES == "int4":
             shares = p.to(OPERAND)
             for group in tl.static_range(VALUE_GROUPS):

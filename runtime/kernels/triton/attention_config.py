@@ -94,7 +94,7 @@ def value_groups(head_dim: int) -> int:
 
 def padded(head_dim: int, planes: int) -> int:
     """Places of planes whose widths are filled up to powers of two."""
-    return planes * triton.next_power_of_2(head_dim // planes)
+    return planes * int(triton.next_power_of_2(head_dim // planes))
 
 
 def attention_constants(

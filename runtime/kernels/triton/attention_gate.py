@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -192,7 +193,11 @@ def compile_store(case: StoreCase, target: Target) -> Compiled:
     arguments |= dict.fromkeys(("key_stride", "value_stride"), "i32") | {"tail_stride": "i64"}
     if form.keys != "wide":
         arguments |= {"key_grid_ptr": "*fp16", "value_grid_ptr": "*fp16"}
-    constants = {"D": case.head_dim, "PAGE": case.page, "VALUE_GROUPS": value_groups(case.head_dim)}
+    constants: dict[str, Any] = {
+        "D": case.head_dim,
+        "PAGE": case.page,
+        "VALUE_GROUPS": value_groups(case.head_dim),
+    }
     if case.seals:
         arguments |= {"pages_ptr": "*i32", "tables_ptr": "*i64", "tails_ptr": plain}
         arguments["table_stride"] = "i32"

@@ -79,9 +79,9 @@ def merge_parts(
         own = tl.load(highest_ptr + i * stride, cache_modifier=".cg")
         weight = tl.exp2(own - highest)
         total += tl.load(highest_ptr + i * stride + BLOCK_M, cache_modifier=".cg") * weight
-        merged = ()
+        merged: tl.tuple = ()
         for j in tl.static_range(PLANES):
             part = tl.load(part_ptr + j * (BLOCK_M * WIDTH) + within, cache_modifier=".cg")
             merged = merged + (sums[j] + part * weight[:, None],)
-        sums = merged  # type: ignore[assignment]
+        sums = merged
     return sums, total

@@ -134,7 +134,7 @@ def write_rows_kernel(
         cos_ptrs, sin_ptrs = cos_ptr + (row * ROTARY)[:, None], sin_ptr + (row * ROTARY)[:, None]
     columns = tl.arange(0, triton.next_power_of_2(KEY_WIDTH))[None, :]
     inside, live = columns < KEY_WIDTH, inside_rows & (columns < KEY_WIDTH)
-    keys = ()
+    keys: tl.tuple = ()
     for j in tl.static_range(KEY_PLANES):
         key = turned(key_ptrs, j * KEY_WIDTH + columns, live, cos_ptrs, sin_ptrs, ROTARY)
         keys = keys + (key,)
@@ -144,7 +144,7 @@ def write_rows_kernel(
     value_ptrs = values_ptr + (row * value_stride + head * D)[:, None]
     value_columns = tl.arange(0, triton.next_power_of_2(VALUE_WIDTH))[None, :]
     inside_values = value_columns < VALUE_WIDTH
-    values = ()
+    values: tl.tuple = ()
     for j in tl.static_range(VALUE_PLANES):
         ptrs = value_ptrs + j * VALUE_WIDTH + value_columns
         value = tl.load(ptrs, mask=inside_rows & inside_values, other=0.0)
@@ -215,7 +215,7 @@ def seal_pages_kernel(
     value_ptrs = values_ptr + (rows * value_stride + head * D)[:, None] + columns
     page_head = block * num_heads + head
     words = tl.zeros((PAGE, columns.shape[1]), tl.int32)
-    values = ()
+    values: tl.tuple = ()
     for j in tl.static_range(4):
         key = tl.load(key_ptrs + j * WIDTH, mask=fresh & inside, other=0.0).to(tl.float32)
         key += tl.load(tail_ptrs + j * WIDTH, mask=~fresh & inside, other=0.0).to(tl.float32)
