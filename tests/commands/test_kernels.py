@@ -23,10 +23,10 @@ from qtool.runtime.kernels.triton.machine_code import MachineCode
 CODE = MachineCode(96, 0, 25600, frozenset({"HMMA"}), ("HMMA",) * 256)
 
 
-def _fake_gate(**violations: tuple[str, ...]) -> Any:
+def _fake_gate(attention: int = 0, **violations: tuple[str, ...]) -> Any:
     """The real gate, but for compiling: each architecture has the violations given."""
 
-    def check(case: gate.Case, arch: str) -> gate.Finding:
+    def check(case: gate.Case | gate.AttentionCase, arch: str) -> gate.Finding:
         found = violations.get(arch, ())
         return gate.Finding(case, arch, Tiles(8, 64, 2, 5), CODE, 2.0, 2.0, found)
 
@@ -40,6 +40,7 @@ def _fake_gate(**violations: tuple[str, ...]) -> Any:
         ARCHES=("sm_80", "sm_90"),
         budgeted_cases=one_case,
         all_cases=all_cases,
+        attention_to_check=lambda everything: gate.budgeted_attention()[:attention],
         budget_note=lambda: None,
         pairs=gate.pairs,
         check=check,
@@ -57,6 +58,18 @@ def test_good_kernels_are_a_table(
     kernels.run(Show(as_json=True, quiet=True), everything=True, arches=("sm_90",))
     (row,) = json.loads(capsys.readouterr().out)["kernels"]
     assert row["kernel"] == "everything" and row["arch"] == "sm_90"
+
+
+def test_attention_has_rows_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(attention=1))
+    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=("sm_80",))
+    found = json.loads(capsys.readouterr().out)["kernels"]
+    assert [row["kernel"] for row in found][1:] == ["attention 16-bit"]
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(attention=1, sm_80=("a fault",)))
+    with pytest.raises(KernelError, match="attention 16-bit, 1 tokens, sm_80: a fault"):
+        kernels.run(Show(quiet=True), everything=False, arches=("sm_80",))
 
 
 def test_a_violation_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
