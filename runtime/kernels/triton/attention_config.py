@@ -74,8 +74,12 @@ def select_attention(
     stage = page * (places[1] * BITS[form.keys] + places[0] * BITS[form.values]) // 8
     room = (target.shared_memory // 2 - 8192) // stage
     stages = max(2, min(3, 1 + room)) if target.is_nvidia else 2
-    if target.capability == 90 and head_dim > 128 and form.keys == "wide" and block_m <= 16:
-        stages = 3  # with two, ptxas spills 8 bytes
+    if head_dim > 128 and block_m <= 16:
+        # Wide heads fill the registers; with the other number of stages ptxas spills 8 bytes.
+        if target.capability == 90 and form.keys == "wide":
+            stages = 3
+        elif target.capability in (86, 89) and form.has_tails:
+            stages = 2
     return AttentionTiles(block_m, places[0], _warps(form, head_dim, block_m), stages)
 
 
