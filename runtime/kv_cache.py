@@ -17,9 +17,11 @@ from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.kernels.backend import AttentionScope, Backend
 from qtool.runtime.kernels.cpu.kv_attention import LayerCall
 from qtool.runtime.kernels.cpu.kv_pages import TILE, KvForm, KvPages
+from qtool.runtime.kv_fused import FusedLayer, fused_layer
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
+from qtool.runtime.rotary import RotaryRows, rotate
 from qtool.runtime.tails import BlockCopy
 
 
@@ -87,12 +89,14 @@ class AttentionCache(BlockPools, ABC):
         batch: Batch,
         scope: AttentionScope,
         backend: Backend,
+        rotary: RotaryRows | None = None,
     ) -> Tensor:
         """Store the batch's rows of one layer, and let its queries see what is stored.
 
         Args:
-            q: [T, num_heads, head_dim], rotated.
-            keys, values: [T, num_kv_heads, head_dim], keys rotated.
+            q: [T, num_heads, head_dim].
+            keys, values: [T, num_kv_heads, head_dim].
+            rotary: rows to rotate queries and keys by; ``None``: they are, or need not be.
 
         Returns:
             [T, num_heads, head_dim].
@@ -106,6 +110,7 @@ class LayerCache(AttentionCache):
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
         num_tails: tail pages, where any layer keeps them.
         dtype: the compute dtype.
+        backend: whose own pages are taken where it has them; ``None``: torch's everywhere.
 
     Attributes:
         votes: how much attention blocks are given, once :meth:`count_votes` is called.
@@ -120,6 +125,7 @@ class LayerCache(AttentionCache):
         num_tails: int,
         dtype: torch.dtype,
         device: torch.device,
+        backend: Backend | None = None,
     ) -> None:
         schemes = form.schemes.layers
         kept = [index for index, scheme in enumerate(schemes) if scheme.has_tails]
@@ -130,6 +136,7 @@ class LayerCache(AttentionCache):
         )
         self._tail_of = {layer: tails[:, number] for number, layer in enumerate(kept)}
         self._shape, self._dtype, self._device = shape, dtype, device
+        self._backend = backend
         scales = form.scales or (None,) * len(schemes)
         self.layers = [
             self._layer(*one) for one in zip(range(len(schemes)), schemes, scales, strict=True)
@@ -138,13 +145,23 @@ class LayerCache(AttentionCache):
         pools = [pool for layer in self.layers for pool in layer.pools]
         super().__init__(shape[1], pools, [tails] if kept else [])
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether every layer is in the back end's own pages."""
+        return all(isinstance(layer, FusedLayer) for layer in self.layers)
+
     def _layer(
         self, index: int, scheme: KVScheme, scales: tuple[Tensor, Tensor] | None
-    ) -> CacheLayer:
+    ) -> CacheLayer | FusedLayer:
+        tails = self._tail_of.get(index)
+        if self._backend is not None:
+            fused = fused_layer(scheme, self._backend, self._shape, tails, scales)
+            if fused is not None:
+                return fused
         if scheme is WIDE:
             return WideLayer(self._shape, self._dtype, self._device)
-        if scheme.has_tails:
-            return PageLayer(scheme, self._shape, self._tail_of[index], self._device)
+        if tails is not None:
+            return PageLayer(scheme, self._shape, tails, self._device)
         return CodeLayer(scheme, self._shape, self._dtype, self._device, scales)
 
     def attend(
@@ -156,13 +173,18 @@ class LayerCache(AttentionCache):
         batch: Batch,
         scope: AttentionScope,
         backend: Backend,
+        rotary: RotaryRows | None = None,
     ) -> Tensor:
         """See :meth:`AttentionCache.attend`."""
         if self._batch is None or self._batch.batch is not batch:
             self._batch = SegmentedBatch(batch, self.block_size)
-        out = self.layers[layer].attend(q, keys, values, self._batch, scope, backend)
+        part = self.layers[layer]
+        if isinstance(part, FusedLayer):
+            return part.attend(q, keys, values, batch, scope, rotary)
+        q, keys = rotate(q, rotary), rotate(keys, rotary)
+        out = part.attend(q, keys, values, self._batch, scope, backend)
         if self.votes is not None:
-            self.votes.add(q, self.layers[layer], batch, scope)
+            self.votes.add(q, part, batch, scope)
         return out
 
     def count_votes(self) -> AttentionVotes:
@@ -214,7 +236,9 @@ class PagedCache(AttentionCache):
         batch: Batch,
         scope: AttentionScope,
         backend: Backend,
+        rotary: RotaryRows | None = None,
     ) -> Tensor:
         """See :meth:`AttentionCache.attend`."""
+        q, keys = rotate(q, rotary), rotate(keys, rotary)
         call = LayerCall(self.pages, layer, q, (keys, values), batch, batch.tails, scope)
         return call.run(self._library).to(q.dtype)
