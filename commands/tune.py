@@ -1,4 +1,4 @@
-"""``qtool tune``: measure the tiles of a model's quantized linears on this GPU, once."""
+"""``qtool tune``: measure the tiles of a model's quantized linears and experts on this GPU, once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ def run(model: str, loading: ModelOptions, show: console.Show) -> None:
 
 def _measure(backend: object, show: console.Show) -> tuple[Path, int]:
     from qtool.runtime.kernels.triton.backend import TritonBackend
-    from qtool.runtime.kernels.triton.config import shape_of
-    from qtool.runtime.kernels.triton.timing import timer_of
+    from qtool.runtime.kernels.triton.timing import shapes_of, timer_of
     from qtool.runtime.kernels.triton.tuning import tune, write_table
 
     assert isinstance(backend, TritonBackend)
-    operations = backend.packed
-    shapes = tuple(dict.fromkeys(shape_of(operation.weight) for operation in operations))
+    operations = (*backend.packed, *backend.packed_experts)
+    shapes = tuple(dict.fromkeys(shape for op in operations for shape in shapes_of(op)))
     if not shapes:
         raise UsageError("the model has no quantized linears on these kernels: nothing to tune")
     with show.status(f"measuring {len(shapes)} shapes"):

@@ -19,6 +19,7 @@ import triton
 from qtool.runtime.kernels.triton.aot import compile_gemm
 from qtool.runtime.kernels.triton.config import (
     BUCKETS,
+    ExpertsShape,
     GemmShape,
     Tiles,
     Zeros,
@@ -60,7 +61,6 @@ class Case:
         budgets: instructions a weight in the main loop, on sm_80 and sm_90.
         gated: whether rows are a gate and its up projection.
         experts: of a mixture, each with such a weight, eight of them a token; 0: none.
-        token_steps: whether tokens of 16-bit products have a scale a step.
     """
 
     name: str
@@ -70,18 +70,18 @@ class Case:
     budgets: Mapping[str, float]
     gated: bool = False
     experts: int = 0
-    token_steps: bool = False
 
     def runs_on(self, target: Target) -> bool:
         """e4m3 products need the hardware; blocks are multiplied in 16 bits where it is missing."""
-        if self.token_steps:
+        if self.shape.token_steps:
             return not target.has_fp8
         return self.shape.codes is not Codes.FP8_BYTES or target.has_fp8
 
     def tiles(self, target: Target) -> Tiles:
         """What serving chooses on a GPU."""
         if self.experts:
-            return select_experts_config(target, self.shape, 8 * self.tokens, self.experts)
+            shape = ExpertsShape(self.shape, self.experts, top_k=8)
+            return select_experts_config(target, shape, self.tokens)
         tiles = select_config(target, self.shape, self.tokens)
         assert tiles is not None, "cases stay below the length at which weights are dequantized"
         return tiles
@@ -172,9 +172,8 @@ def all_cases() -> Iterator[Case]:
             shape = gemm_shape(codes, group)
             name = f"{codes.value}, gate and up"
             yield Case(name, shape, torch.float16, tokens, {}, gated=True)
-        blocks = gemm_shape(Codes.FP8, 128)
-        name = "FP8 blocks x FP8 in float16"
-        yield Case(name, blocks, torch.float16, tokens, {}, token_steps=True)
+        blocks = replace(gemm_shape(Codes.FP8, 128), token_steps=True)
+        yield Case("FP8 blocks x FP8 in float16", blocks, torch.float16, tokens, {})
     yield from (case for case in budgeted_cases() if case.experts)
     yield from _experts()
 
@@ -239,7 +238,6 @@ def check(case: Case | RowCase, arch: str) -> Finding:
         case.dtype,
         gated=case.gated,
         experts=case.experts > 0,
-        token_steps=case.token_steps,
     )
     code = read_code(compiled)
     per_weight = instructions_per_weight(code, case.shape, tiles, target)

@@ -17,6 +17,17 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def gated_product(gate: tl.tensor, up: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """Of float32 values."""
+    if GELU:
+        # (1 + tanh(u)) / 2 is sigmoid(2 * u).
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        slope = gate
+    return gate * sigmoid(slope) * up
+
+
+@triton.jit
 def gated_kernel(
     gate_up_ptr: tl.tensor,  # [M, 2 * K]
     out_ptr: tl.tensor,  # [M, K]
@@ -30,12 +41,7 @@ def gated_kernel(
     gate_ptrs = gate_up_ptr + row * 2 * K + columns
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + K, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
-        # (1 + tanh(u)) / 2 is sigmoid(2 * u).
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        slope = gate
-    out = gate * sigmoid(slope) * up
+    out = gated_product(gate, up, GELU)
     tl.store(out_ptr + row * K + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
