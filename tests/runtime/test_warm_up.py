@@ -1,4 +1,4 @@
-"""When a model is loaded, what its steps launch is compiled; then nothing is, and nothing else was."""
+"""Loading a model compiles what its steps launch: all of that, and nothing else."""
 
 from __future__ import annotations
 

@@ -24,15 +24,14 @@ from qtool.runtime.kernels.reference import (
 )
 from qtool.runtime.kernels.triton.config import TileTable
 from qtool.runtime.kernels.triton.experts import PackedExperts, why_apart
-from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
+from qtool.runtime.kernels.triton.gated import gated_rows
+from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted, result_like
 from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
 from qtool.runtime.kernels.triton.linear import (
     PackedLinear,
     Place,
     RoundedLinear,
     added_to,
-    gated_rows,
-    result_like,
 )
 from qtool.runtime.kernels.triton.norm import norm_heads, rms_norm
 from qtool.runtime.kernels.triton.target import Target

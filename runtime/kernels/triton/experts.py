@@ -20,8 +20,9 @@ from qtool.runtime.kernels.triton.config import (
     bucket_of,
     select_experts_config,
 )
+from qtool.runtime.kernels.triton.launch import result_like
 from qtool.runtime.kernels.triton.layout import PackedWeight, stack
-from qtool.runtime.kernels.triton.linear import PackedLinear, Place, result_like
+from qtool.runtime.kernels.triton.linear import PackedLinear, Place
 from qtool.runtime.kernels.triton.routing import Routed, combine, max_blocks, route
 
 # Tiles of the two products: gate and up; down.
@@ -53,11 +54,11 @@ class PackedExperts(ExpertsOp):
         self._place = place
         self.configs: dict[int, Pair] = {}
         for bucket in (*BUCKETS, LONG_PROMPT):
-            up, down = (
+            first, second = (
                 select_experts_config(place.target, shape, bucket, place.table)
                 for shape in self.shapes
             )
-            self.choose(bucket, (up, down))
+            self.choose(bucket, (first, second))
 
     @property
     def shapes(self) -> tuple[ExpertsShape, ExpertsShape]:

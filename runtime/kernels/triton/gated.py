@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qtool.runtime.kernels.triton.launch import result_like
+
 BLOCK = 1024
 
 
@@ -50,3 +52,10 @@ def gated(gate_up: Tensor, out: Tensor, *, gelu: bool) -> None:
     tokens, width = out.shape
     grid = (tokens, triton.cdiv(width, BLOCK))
     gated_kernel[grid](gate_up, out, width, GELU=gelu, SIZE=BLOCK, num_warps=4)
+
+
+def gated_rows(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    """A gate and its up projection [M, 2 * K] -> their gated product, [M, K]."""
+    out = result_like(gate_up, gate_up.shape[1] // 2, gate_up.dtype)
+    gated(gate_up.contiguous(), out, gelu=gelu)
+    return out.to(gate_up.dtype)

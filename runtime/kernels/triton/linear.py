@@ -24,8 +24,8 @@ from qtool.runtime.kernels.triton.config import (
     shape_of,
 )
 from qtool.runtime.kernels.triton.dequantize import dequantize
-from qtool.runtime.kernels.triton.gated import gated
-from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
+from qtool.runtime.kernels.triton.gated import gated_rows
+from qtool.runtime.kernels.triton.launch import Workspace, result_like
 from qtool.runtime.kernels.triton.layout import (
     GATE_ROWS,
     Codes,
@@ -236,11 +236,11 @@ class RoundedLinear(PackedLinear):
         return self._rounded(gate_up.contiguous(), gate="gelu" if gelu else "silu")
 
     def idle_call(self, tokens: int) -> Callable[[], object]:
-        columns, device = self.weight.padded[1], self.weight.words.device
-        codes = torch.zeros(tokens, columns, dtype=torch.uint8, device=device)
-        codes = codes.to(self._as_values) if self._as_values else codes.view(self.weight.words.dtype)
+        columns, words = self.weight.padded[1], self.weight.words
+        dtype = self._as_values or words.dtype
+        codes = torch.zeros(tokens, columns, device=words.device).to(dtype)
         scales = (columns // BLOCK_SIZE, tokens) if self.weight.grouped else (tokens,)
-        rows = RoundedRows(codes, torch.ones(scales, device=device))
+        rows = RoundedRows(codes, torch.ones(scales, device=words.device))
         return lambda: self.read(rows)
 
     def multiply(self, x: Rows, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
@@ -292,17 +292,3 @@ def added_to(stream: Stream) -> tuple[Tensor, Tensor | None]:
     if stream.update is None:
         return stream.rows, None
     return stream.update.contiguous(), stream.rows
-
-
-def gated_rows(gate_up: Tensor, *, gelu: bool) -> Tensor:
-    """A gate and its up projection [M, 2 * K] -> their gated product, [M, K]."""
-    out = result_like(gate_up, gate_up.shape[1] // 2, gate_up.dtype)
-    gated(gate_up.contiguous(), out, gelu=gelu)
-    return out.to(gate_up.dtype)
-
-
-def result_like(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a result: in ``dtype``, or float32 where the interpreter would cut bits off."""
-    wide = is_interpreted() and dtype == torch.bfloat16
-    stored = torch.float32 if wide else dtype
-    return torch.empty(x.shape[0], columns, dtype=stored, device=x.device)
