@@ -60,15 +60,21 @@ GPUS = (
 # (out features, in features), projections of one input stacked as they run.
 LAYERS: Mapping[str, tuple[int, int]] = {
     "8B q, k, v": (6144, 4096),
+    "8B o": (4096, 4096),
     "8B gate, up": (28672, 4096),
     "8B down": (4096, 14336),
+    "70B q, k, v": (10240, 8192),
+    "70B o": (8192, 8192),
     "70B gate, up": (57344, 8192),
     "70B down": (8192, 28672),
 }
 KERNELS: Mapping[str, GemmShape] = {
     "W4A16 g128": gemm_shape(Codes.INT4, 128),
     "W8A16": gemm_shape(Codes.INT8, None),
+    "FP8 W8A16": gemm_shape(Codes.FP8, None),
     "W8A8 INT8": gemm_shape(Codes.INT8_BYTES, None),
+    "W8A8 FP8": gemm_shape(Codes.FP8_BYTES, None),
+    "W8A8 FP8 blocks": gemm_shape(Codes.FP8_BYTES, 128),
 }
 
 
@@ -136,6 +142,8 @@ def predict(gpu: Gpu, shape: GemmShape, tiles: Tiles, code: MachineCode, tokens:
 def rows(tokens: Iterable[int], layers: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """A row of text for each GPU, kernel, layer and number of tokens."""
     for gpu, (kernel, kind), layer, count in product(GPUS, KERNELS.items(), layers, tokens):
+        if kind.codes is Codes.FP8_BYTES and not gpu.target.has_fp8:
+            continue
         shape = shape_for(kind, *LAYERS[layer])
         tiles = select_config(gpu.target, shape, count)
         assert tiles is not None, "beyond 1,024 tokens weights are dequantized"

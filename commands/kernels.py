@@ -35,8 +35,8 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
     chosen = arches or gate.ARCHES
     if unknown := sorted(set(chosen) - set(gate.ARCHES)):
         raise UsageError(f"--arch {', '.join(unknown)}: known are {', '.join(gate.ARCHES)}")
-    if note := gate.budget_note():
-        show.note(note)
+    if not gate.budgets_hold():
+        show.note(gate.budget_note())
     cases = gate.all_cases() if everything else gate.budgeted_cases()
     pairs = list(gate.pairs((*cases, *gate.rows_to_check()), chosen))
     findings: list[Finding] = []
@@ -45,7 +45,11 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
             steps.update("compile", len(findings), len(pairs), f"{case.name}, {arch}")
             findings.append(gate.check(case, arch))
         steps.update("compile", len(pairs), len(pairs))
-    _print(findings, show)
+    if show.as_json:
+        fields = {"budgets": gate.budget_note(), "budgets_enforced": gate.budgets_hold()}
+        console.emit("result", fields | {"kernels": [_record(finding) for finding in findings]})
+    else:
+        _print(findings, gate.budget_note())
     broken = [f"{f.label}: {'; '.join(f.violations)}" for f in findings if f.violations]
     if broken:
         raise KernelError(
@@ -71,11 +75,8 @@ def load_gate() -> ModuleType:
     return importlib.import_module("qtool.runtime.kernels.triton.gate")
 
 
-def _print(findings: Iterable[Finding], show: console.Show) -> None:
-    if show.as_json:
-        console.emit("result", {"kernels": [_record(finding) for finding in findings]})
-        return
-    table = Table(box=SIMPLE)
+def _print(findings: Iterable[Finding], note: str) -> None:
+    table = Table(box=SIMPLE, caption=note, caption_justify="left")
     for name in ("kernel", "tokens", "GPU", "tile", "matrix", "registers", "shared"):
         table.add_column(name, no_wrap=True)
     table.add_column("i/weight", justify="right")
@@ -92,7 +93,7 @@ def _print(findings: Iterable[Finding], show: console.Show) -> None:
             console.size(f.code.shared),
             "-" if f.per_weight is None else f"{f.per_weight:.2f}",
             "-" if f.budget is None else f"{f.budget:.1f}",
-            "; ".join(f.violations) or "ok",
+            "; ".join(f.violations) or f.remark or "ok",
         )
     console.out.print(table)
 
@@ -115,4 +116,5 @@ def _record(finding: Finding) -> dict[str, Any]:
         "instructions_per_weight": None if per_weight is None else round(per_weight, 3),
         "budget": finding.budget,
         "violations": list(finding.violations),
+        "remark": finding.remark,
     }

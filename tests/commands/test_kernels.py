@@ -23,7 +23,7 @@ from qtool.runtime.kernels.triton.machine_code import MachineCode
 CODE = MachineCode(96, 0, 25600, frozenset({"HMMA"}), ("HMMA",) * 256)
 
 
-def _fake_gate(rows: int = 0, **violations: tuple[str, ...]) -> Any:
+def _fake_gate(rows: int = 0, holds: bool = True, **violations: tuple[str, ...]) -> Any:
     """The real gate, but for compiling: each architecture has the violations given."""
 
     def check(case: gate.Case | gate.RowCase, arch: str) -> gate.Finding:
@@ -43,7 +43,8 @@ def _fake_gate(rows: int = 0, **violations: tuple[str, ...]) -> Any:
         budgeted_cases=one_case,
         all_cases=all_cases,
         rows_to_check=lambda: gate.rows_to_check()[:rows],
-        budget_note=lambda: None,
+        budgets_hold=lambda: holds,
+        budget_note=lambda: "counted with another compiler",
         pairs=gate.pairs,
         check=check,
     )
@@ -60,6 +61,21 @@ def test_good_kernels_are_a_table(
     kernels.run(Show(as_json=True, quiet=True), everything=True, arches=("sm_90",))
     (row,) = json.loads(capsys.readouterr().out)["kernels"]
     assert row["kernel"] == "everything" and row["arch"] == "sm_90"
+
+
+def test_another_compilers_budgets_are_reported_and_not_silently_passed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "load_gate", _fake_gate)
+    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=())
+    assert json.loads(capsys.readouterr().out)["budgets_enforced"] is True
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(holds=False))
+    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=())
+    note, result = map(json.loads, capsys.readouterr().out.splitlines())
+    assert note["text"] == result["budgets"] == "counted with another compiler"
+    assert result["budgets_enforced"] is False
+    kernels.run(Show(quiet=True), everything=False, arches=())
+    assert "counted with another compiler" in capsys.readouterr().out
 
 
 def test_kernels_without_a_product_have_rows_too(
