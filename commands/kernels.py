@@ -35,8 +35,8 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
     chosen = arches or gate.ARCHES
     if unknown := sorted(set(chosen) - set(gate.ARCHES)):
         raise UsageError(f"--arch {', '.join(unknown)}: known are {', '.join(gate.ARCHES)}")
-    if not gate.budgets_hold():
-        show.note(gate.budget_note())
+    if note := gate.budget_note():
+        show.note(note)
     cases = gate.all_cases() if everything else gate.budgeted_cases()
     pairs = list(gate.pairs((*cases, *gate.rows_to_check()), chosen))
     findings: list[Finding] = []
@@ -46,10 +46,10 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
             findings.append(gate.check(case, arch))
         steps.update("compile", len(pairs), len(pairs))
     if show.as_json:
-        fields = {"budgets": gate.budget_note(), "budgets_enforced": gate.budgets_hold()}
-        console.emit("result", fields | {"kernels": [_record(finding) for finding in findings]})
+        versions = {"counted_with": gate.TRITON, "budgets_enforced": note is None}
+        console.emit("result", versions | {"kernels": [_record(finding) for finding in findings]})
     else:
-        _print(findings, gate.budget_note())
+        _print(findings, note or f"budgets were counted with Triton {gate.TRITON}")
     broken = [f"{f.label}: {'; '.join(f.violations)}" for f in findings if f.violations]
     if broken:
         raise KernelError(

@@ -23,7 +23,7 @@ from qtool.runtime.kernels.triton.machine_code import MachineCode
 CODE = MachineCode(96, 0, 25600, frozenset({"HMMA"}), ("HMMA",) * 256)
 
 
-def _fake_gate(rows: int = 0, holds: bool = True, **violations: tuple[str, ...]) -> Any:
+def _fake_gate(rows: int = 0, note: str | None = None, **violations: tuple[str, ...]) -> Any:
     """The real gate, but for compiling: each architecture has the violations given."""
 
     def check(case: gate.Case | gate.RowCase, arch: str) -> gate.Finding:
@@ -43,8 +43,8 @@ def _fake_gate(rows: int = 0, holds: bool = True, **violations: tuple[str, ...])
         budgeted_cases=one_case,
         all_cases=all_cases,
         rows_to_check=lambda: gate.rows_to_check()[:rows],
-        budgets_hold=lambda: holds,
-        budget_note=lambda: "counted with another compiler",
+        TRITON="3.9",
+        budget_note=lambda: note,
         pairs=gate.pairs,
         check=check,
     )
@@ -68,14 +68,16 @@ def test_another_compilers_budgets_are_reported_and_not_silently_passed(
 ) -> None:
     monkeypatch.setattr(kernels, "load_gate", _fake_gate)
     kernels.run(Show(as_json=True, quiet=True), everything=False, arches=())
-    assert json.loads(capsys.readouterr().out)["budgets_enforced"] is True
-    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(holds=False))
-    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=())
-    note, result = map(json.loads, capsys.readouterr().out.splitlines())
-    assert note["text"] == result["budgets"] == "counted with another compiler"
-    assert result["budgets_enforced"] is False
+    result = json.loads(capsys.readouterr().out)
+    assert (result["counted_with"], result["budgets_enforced"]) == ("3.9", True)
     kernels.run(Show(quiet=True), everything=False, arches=())
-    assert "counted with another compiler" in capsys.readouterr().out
+    assert "budgets were counted with Triton 3.9" in capsys.readouterr().out
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(note="shown, not enforced"))
+    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=())
+    said, result = map(json.loads, capsys.readouterr().out.splitlines())
+    assert said["text"] == "shown, not enforced" and result["budgets_enforced"] is False
+    kernels.run(Show(quiet=True), everything=False, arches=())
+    assert "shown, not enforced" in capsys.readouterr().out
 
 
 def test_kernels_without_a_product_have_rows_too(
