@@ -31,13 +31,14 @@ import torch
 from qtool.runtime.kernels.triton.aot import compile_gemm
 from qtool.runtime.kernels.triton.config import GemmShape, Tiles, select_config
 from qtool.runtime.kernels.triton.gate import gemm_shape, instructions_per_weight
-from qtool.runtime.kernels.triton.layout import Codes
+from qtool.runtime.kernels.triton.layout import TILE_ROWS, Codes
 from qtool.runtime.kernels.triton.machine_code import MachineCode, read_code
 from qtool.runtime.kernels.triton.target import Target
 
 LATENCY = 700e-9
 REGISTERS = 65536
 MAX_THREADS = 2048
+SECTOR = 32  # bytes, the least that is read
 OLDER_INSTRUCTION = 0.62
 
 
@@ -105,6 +106,8 @@ def moved_bytes(shape: GemmShape, tokens: int) -> float:
     columns = shape.steps * shape.step
     bits = 4 if shape.codes is Codes.INT4 else 8
     scales = shape.rows * 4 * (shape.steps if shape.grouped else 1)
+    if shape.is_bytes and shape.grouped:
+        scales = shape.rows // TILE_ROWS * SECTOR * shape.steps  # a tile's rows share one
     activations = tokens * columns * (1 if shape.is_bytes else 2)
     return shape.rows * columns * bits / 8 + scales + activations + tokens * shape.rows * 2
 
