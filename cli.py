@@ -307,7 +307,7 @@ def doctor(build: bool, as_json: bool) -> None:
 @loading_options()
 @output_options
 def tune(model: str, as_json: bool, quiet: bool, **loading: Any) -> None:
-    """Measure on this GPU which tiles MODEL's quantized linears run fastest in.
+    """Measure on this GPU which tiles MODEL's quantized linears and experts run fastest in.
 
     The table is kept in qtool's cache and read by later loads, until Triton or qtool's layout
     changes. Without it tiles follow from rules.

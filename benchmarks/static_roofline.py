@@ -31,13 +31,14 @@ import torch
 from qtool.runtime.kernels.triton.aot import compile_gemm
 from qtool.runtime.kernels.triton.config import GemmShape, Tiles, select_config
 from qtool.runtime.kernels.triton.gate import gemm_shape, instructions_per_weight
-from qtool.runtime.kernels.triton.layout import Codes
+from qtool.runtime.kernels.triton.layout import TILE_ROWS, Codes
 from qtool.runtime.kernels.triton.machine_code import MachineCode, read_code
 from qtool.runtime.kernels.triton.target import Target
 
 LATENCY = 700e-9
 REGISTERS = 65536
 MAX_THREADS = 2048
+SECTOR = 32  # bytes, the least that is read
 OLDER_INSTRUCTION = 0.62
 
 
@@ -60,15 +61,21 @@ GPUS = (
 # (out features, in features), projections of one input stacked as they run.
 LAYERS: Mapping[str, tuple[int, int]] = {
     "8B q, k, v": (6144, 4096),
+    "8B o": (4096, 4096),
     "8B gate, up": (28672, 4096),
     "8B down": (4096, 14336),
+    "70B q, k, v": (10240, 8192),
+    "70B o": (8192, 8192),
     "70B gate, up": (57344, 8192),
     "70B down": (8192, 28672),
 }
 KERNELS: Mapping[str, GemmShape] = {
     "W4A16 g128": gemm_shape(Codes.INT4, 128),
     "W8A16": gemm_shape(Codes.INT8, None),
+    "FP8 W8A16": gemm_shape(Codes.FP8, None),
     "W8A8 INT8": gemm_shape(Codes.INT8_BYTES, None),
+    "W8A8 FP8": gemm_shape(Codes.FP8_BYTES, None),
+    "W8A8 FP8 blocks": gemm_shape(Codes.FP8_BYTES, 128),
 }
 
 
@@ -99,6 +106,8 @@ def moved_bytes(shape: GemmShape, tokens: int) -> float:
     columns = shape.steps * shape.step
     bits = 4 if shape.codes is Codes.INT4 else 8
     scales = shape.rows * 4 * (shape.steps if shape.grouped else 1)
+    if shape.is_bytes and shape.grouped:
+        scales = shape.rows // TILE_ROWS * SECTOR * shape.steps  # a tile's rows share one
     activations = tokens * columns * (1 if shape.is_bytes else 2)
     return shape.rows * columns * bits / 8 + scales + activations + tokens * shape.rows * 2
 
@@ -136,6 +145,8 @@ def predict(gpu: Gpu, shape: GemmShape, tiles: Tiles, code: MachineCode, tokens:
 def rows(tokens: Iterable[int], layers: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """A row of text for each GPU, kernel, layer and number of tokens."""
     for gpu, (kernel, kind), layer, count in product(GPUS, KERNELS.items(), layers, tokens):
+        if kind.codes is Codes.FP8_BYTES and not gpu.target.has_fp8:
+            continue
         shape = shape_for(kind, *LAYERS[layer])
         tiles = select_config(gpu.target, shape, count)
         assert tiles is not None, "beyond 1,024 tokens weights are dequantized"

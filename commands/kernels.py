@@ -46,7 +46,11 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
             steps.update("compile", len(findings), len(pairs), f"{case.name}, {arch}")
             findings.append(gate.check(case, arch))
         steps.update("compile", len(pairs), len(pairs))
-    _print(findings, show)
+    if show.as_json:
+        versions = {"counted_with": gate.TRITON, "budgets_enforced": note is None}
+        console.emit("result", versions | {"kernels": [_record(finding) for finding in findings]})
+    else:
+        _print(findings, note or f"budgets were counted with Triton {gate.TRITON}")
     broken = [f"{f.label}: {'; '.join(f.violations)}" for f in findings if f.violations]
     if broken:
         raise KernelError(
@@ -72,11 +76,8 @@ def load_gate() -> ModuleType:
     return importlib.import_module("qtool.runtime.kernels.triton.gate")
 
 
-def _print(findings: Iterable[Finding], show: console.Show) -> None:
-    if show.as_json:
-        console.emit("result", {"kernels": [_record(finding) for finding in findings]})
-        return
-    table = Table(box=SIMPLE)
+def _print(findings: Iterable[Finding], note: str) -> None:
+    table = Table(box=SIMPLE, caption=note, caption_justify="left")
     for name in ("kernel", "tokens", "GPU", "tile", "matrix", "registers", "shared"):
         table.add_column(name, no_wrap=True)
     table.add_column("i/weight", justify="right")  # or an element of keys and values
@@ -93,7 +94,7 @@ def _print(findings: Iterable[Finding], show: console.Show) -> None:
             console.size(f.code.shared),
             "-" if f.per_weight is None else f"{f.per_weight:.2f}",
             "-" if f.budget is None else f"{f.budget:.1f}",
-            "; ".join(f.violations) or "ok",
+            "; ".join(f.violations) or f.remark or "ok",
         )
     console.out.print(table)
 
@@ -116,4 +117,5 @@ def _record(finding: Finding) -> dict[str, Any]:
         "instructions_per_weight": None if per_weight is None else round(per_weight, 3),
         "budget": finding.budget,
         "violations": list(finding.violations),
+        "remark": finding.remark,
     }

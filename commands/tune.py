@@ -1,4 +1,4 @@
-"""``qtool tune``: measure the tiles of a model's quantized linears on this GPU, once."""
+"""``qtool tune``: measure the tiles of a model's quantized products on this GPU, once."""
 
 from __future__ import annotations
 
@@ -32,18 +32,21 @@ def run(model: str, loading: ModelOptions, show: console.Show) -> None:
 
 def _measure(backend: object, show: console.Show) -> tuple[Path, int]:
     from qtool.runtime.kernels.triton.backend import TritonBackend
-    from qtool.runtime.kernels.triton.config import shape_of
-    from qtool.runtime.kernels.triton.timing import timer_of
-    from qtool.runtime.kernels.triton.tuning import tune, write_table
+    from qtool.runtime.kernels.triton.experts import PackedExperts
+    from qtool.runtime.kernels.triton.linear import PackedLinear
+    from qtool.runtime.kernels.triton.timing import shapes_of, timer_of
+    from qtool.runtime.kernels.triton.tuning import read_table, tune, write_table
 
     assert isinstance(backend, TritonBackend)
-    operations = backend.packed
-    shapes = tuple(dict.fromkeys(shape_of(operation.weight) for operation in operations))
+    operations: list[PackedLinear | PackedExperts] = [*backend.packed, *backend.packed_experts]
+    shapes = tuple(dict.fromkeys(shape for op in operations for shape in shapes_of(op)))
     if not shapes:
         raise UsageError("the model has no quantized linears on these kernels: nothing to tune")
     with show.status(f"measuring {len(shapes)} shapes"):
         table = tune(backend.target, shapes, timer_of(operations))
     key = backend.tuned_for
     path = cache_folder() / key.file_name
-    write_table(path, key, table)
+    # What other models' weights were measured to be best in stays.
+    others, _ = read_table(path.parent, key)
+    write_table(path, key, {**(others or {}), **table})
     return path, len(shapes)

@@ -85,9 +85,7 @@ class Mlp:
         gate_up = self.gate_up.read(x)
         if self.gate_up.gates:
             return self.down(gate_up)
-        if self.activation == "silu":
-            return self.down(backend.silu_mul(gate_up))
-        return self.down(backend.gelu_mul(gate_up))
+        return self.down.read(backend.gate_for(self.down, gate_up, self.activation))
 
 
 @dataclass(frozen=True, slots=True)

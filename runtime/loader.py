@@ -30,6 +30,7 @@ from qtool.runtime.layers import Attention, DecoderLayer, FeedForward, Mlp
 from qtool.runtime.model import Decoder
 from qtool.runtime.moe import MixtureOfExperts, SharedExpert
 from qtool.runtime.rotary import Rotary
+from qtool.runtime.warm_up import warm_up
 
 Weight = TypeVar("Weight", Tensor, Tensor | QuantizedTensor)
 
@@ -336,5 +337,5 @@ def load_decoder(
     source = WeightSource(reader)
     builder = DecoderBuilder(source, config, backend)
     decoder = builder.build(length or config.max_position)
-    backend.warm_up()
+    warm_up(decoder)
     return decoder, source.stored

@@ -1,4 +1,4 @@
-"""Tests run the checkout's code, offline, on few threads; without a GPU, kernels are interpreted.
+"""Tests run the checkout's code, offline, on few threads; kernels for GPUs are interpreted.
 
 The order of this file matters: what reads an environment variable comes after its setting.
 """
@@ -24,9 +24,9 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Read when ``@triton.jit`` runs. Importing triton runs it on triton's own functions, and
-# transformers imports triton, so this stands before both.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# transformers imports triton, so this stands before both. With a GPU too: tensors of tests lie in
+# the CPU's memory, and benchmarks/gpu_check.py is what checks kernels on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell starts background jobs with SIGINT ignored, which the processes that tests interrupt would
 # inherit; a handler they do not.

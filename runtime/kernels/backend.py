@@ -301,8 +301,13 @@ class Backend(ABC):
         """Rows of steps that compile what else serving can need, once there is a cache."""
         return ()
 
+    @property
+    def compiles(self) -> bool:
+        """Whether its kernels are compiled when they first run."""
+        return False
+
     def warm_up(self) -> None:
-        """Compile what serving can need; once, when all weights are prepared."""
+        """Compile all forms of products that serving can need, once all weights are prepared."""
         return
 
     @abstractmethod
@@ -352,6 +357,15 @@ class Backend(ABC):
     @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """[M, 2 * K] -> gelu(first half) * second half, [M, K]; gelu's form with a tanh."""
+
+    def gate_for(self, reader: LinearOp, gate_up: Tensor, activation: str) -> Rows:
+        """Gate and up projection [M, 2 * K], gated for the linear that reads the product.
+
+        Args:
+            reader: gets [M, K] in the dtype of ``gate_up``, or rounded for it.
+            activation: of the gate: ``silu``, or gelu's form with a tanh.
+        """
+        return self.silu_mul(gate_up) if activation == "silu" else self.gelu_mul(gate_up)
 
     @abstractmethod
     def attention(

@@ -22,6 +22,9 @@ def test_bytes_are_those_of_the_layout() -> None:
     weights = 28672 * 4096
     expected = weights / 2 + weights / 128 * 4 + 8 * 4096 * 2 + 8 * 28672 * 2
     assert roofline.moved_bytes(SHAPE, 8) == expected
+    blocks = roofline.shape_for(roofline.KERNELS["W8A8 FP8 blocks"], 28672, 4096)
+    scales = 28672 / 64 * 4096 / 128 * 32
+    assert roofline.moved_bytes(blocks, 8) == weights + scales + 8 * 4096 + 8 * 28672 * 2
 
 
 def test_two_instructions_a_weight_leave_an_h100_bound_by_memory() -> None:

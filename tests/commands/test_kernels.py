@@ -23,7 +23,9 @@ from qtool.runtime.kernels.triton.machine_code import MachineCode
 CODE = MachineCode(96, 0, 25600, frozenset({"HMMA"}), ("HMMA",) * 256)
 
 
-def _fake_gate(rows: int = 0, attention: int = 0, **violations: tuple[str, ...]) -> Any:
+def _fake_gate(
+    rows: int = 0, attention: int = 0, note: str | None = None, **violations: tuple[str, ...]
+) -> Any:
     """The real gate, but for compiling: each architecture has the violations given."""
 
     def check(case: gate.AnyCase, arch: str) -> gate.Finding:
@@ -43,8 +45,9 @@ def _fake_gate(rows: int = 0, attention: int = 0, **violations: tuple[str, ...])
         budgeted_cases=one_case,
         all_cases=all_cases,
         rows_to_check=lambda: gate.rows_to_check()[:rows],
+        TRITON="3.9",
         attention_to_check=lambda everything: gate.budgeted_attention()[:attention],
-        budget_note=lambda: None,
+        budget_note=lambda: note,
         pairs=gate.pairs,
         check=check,
     )
@@ -61,6 +64,23 @@ def test_good_kernels_are_a_table(
     kernels.run(Show(as_json=True, quiet=True), everything=True, arches=("sm_90",))
     (row,) = json.loads(capsys.readouterr().out)["kernels"]
     assert row["kernel"] == "everything" and row["arch"] == "sm_90"
+
+
+def test_another_compilers_budgets_are_reported_and_not_silently_passed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "load_gate", _fake_gate)
+    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=())
+    result = json.loads(capsys.readouterr().out)
+    assert (result["counted_with"], result["budgets_enforced"]) == ("3.9", True)
+    kernels.run(Show(quiet=True), everything=False, arches=())
+    assert "budgets were counted with Triton 3.9" in capsys.readouterr().out
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(note="shown, not enforced"))
+    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=())
+    said, result = map(json.loads, capsys.readouterr().out.splitlines())
+    assert said["text"] == "shown, not enforced" and result["budgets_enforced"] is False
+    kernels.run(Show(quiet=True), everything=False, arches=())
+    assert "shown, not enforced" in capsys.readouterr().out
 
 
 def test_kernels_without_a_product_have_rows_too(

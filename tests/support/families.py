@@ -30,6 +30,9 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+# Sizes that the blocks of FP8 divide, so that projections of one input stack.
+IN_BLOCKS = {"hidden_size": 128, "intermediate_size": 128, "kv_heads": 4, "head_dim": 32}
+
 FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "smollm3": SMOL,
     "smollm3 window": SMOL | {"use_sliding_window": True, "sliding_window": WINDOW},

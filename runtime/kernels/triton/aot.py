@@ -111,7 +111,6 @@ def compile_gemm(
     *,
     gated: bool = False,
     experts: bool = False,
-    token_steps: bool = False,
 ) -> Compiled:
     """A GEMM as its wrapper would launch it, without bias or residual.
 
@@ -119,7 +118,6 @@ def compile_gemm(
         dtype: of activations, or for 8-bit products of the result.
         gated: whether rows are a gate and its up projection.
         experts: for the rows that each expert of a mixture has.
-        token_steps: whether tokens of 16-bit products have a scale a step.
     """
     pointers = {
         "scales_ptr": torch.int32,
@@ -138,7 +136,7 @@ def compile_gemm(
         constants = byte_gemm.constants(shape, tiles, gated=gated, slots=slots, asm=asm)
     else:
         pointers |= {"x_ptr": dtype, "words_ptr": torch.int16}
-        if token_steps:
+        if shape.token_steps:
             pointers["token_scales_ptr"] = torch.float32
         if shape.zeros == "rows":
             pointers["zeros_ptr"] = torch.int32
@@ -148,7 +146,7 @@ def compile_gemm(
             tiles,
             dtype,
             gated=gated,
-            token_steps=token_steps,
+            token_steps=shape.token_steps,
             slots=slots,
             asm=target.is_nvidia,
         )

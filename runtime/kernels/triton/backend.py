@@ -24,16 +24,15 @@ from qtool.runtime.kernels.reference import (
 from qtool.runtime.kernels.triton.attention_config import why_not_attention
 from qtool.runtime.kernels.triton.config import TileTable
 from qtool.runtime.kernels.triton.experts import PackedExperts, why_apart
-from qtool.runtime.kernels.triton.gated import gated
+from qtool.runtime.kernels.triton.gated import gated_rows
 from qtool.runtime.kernels.triton.kv_pages import FEW_ROWS, PlanCache, TritonPages
-from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
+from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted, result_like
 from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
 from qtool.runtime.kernels.triton.linear import (
     PackedLinear,
     Place,
     RoundedLinear,
     added_to,
-    result_like,
 )
 from qtool.runtime.kernels.triton.norm import norm_heads, rms_norm
 from qtool.runtime.kernels.triton.target import Target
@@ -176,13 +175,22 @@ class TritonBackend(ReferenceBackend):
         return tuple(self._packed)
 
     @property
+    def packed_experts(self) -> tuple[PackedExperts, ...]:
+        """The mixtures that run on them, all experts at once."""
+        return tuple(self._experts)
+
+    @property
     def tuned_for(self) -> TunedFor:
         """What measured tiles hold for here."""
         return tuned_for(self.device)
 
+    @property
+    def compiles(self) -> bool:
+        return not is_interpreted()
+
     def warm_up(self) -> None:
         """Compile every configuration of every packed weight; the interpreter compiles nothing."""
-        if is_interpreted():
+        if not self.compiles:
             return
         for operation in self._packed:
             operation.warm_up()
@@ -218,12 +226,13 @@ class TritonBackend(ReferenceBackend):
         return outs[0].to(q.dtype), outs[1].to(k.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, gelu=False)
+        return gated_rows(gate_up, gelu=False)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, gelu=True)
+        return gated_rows(gate_up, gelu=True)
 
-    def _gated(self, gate_up: Tensor, *, gelu: bool) -> Tensor:
-        out = result_like(gate_up, gate_up.shape[1] // 2, gate_up.dtype)
-        gated(gate_up.contiguous(), out, gelu=gelu)
-        return out.to(gate_up.dtype)
+    def gate_for(self, reader: LinearOp, gate_up: Tensor, activation: str) -> Rows:
+        """One launch, rounding included where the reader multiplies 8 bits."""
+        if isinstance(reader, RoundedLinear):
+            return reader.gated(gate_up, gelu=activation != "silu")
+        return super().gate_for(reader, gate_up, activation)

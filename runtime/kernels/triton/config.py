@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from qtool.runtime.kernels.triton.layout import TILE_ROWS, Codes, PackedWeight
 from qtool.runtime.kernels.triton.target import Target
@@ -72,6 +72,7 @@ class GemmShape:
         step: columns of a tile.
         grouped: whether scales change along a row.
         zeros: one for all, one a row, or one a group in the scales' low bits.
+        token_steps: whether a token has a scale a step too: FP8 in blocks, multiplied in 16 bits.
     """
 
     codes: Codes
@@ -80,11 +81,20 @@ class GemmShape:
     step: int
     grouped: bool
     zeros: Zeros
+    token_steps: bool = False
 
     @property
     def is_bytes(self) -> bool:
         """Whether products have 8 bits."""
         return self.codes in (Codes.INT8_BYTES, Codes.FP8_BYTES)
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether long prompts may have it dequantized once, for the vendor's GEMM.
+
+        Scales of blocks would be rounded to 16 bits there, and the tokens' with them.
+        """
+        return not self.is_bytes and not self.token_steps
 
     @property
     def constant_zero(self) -> int:
@@ -104,8 +114,24 @@ def shape_of(weight: PackedWeight) -> GemmShape:
     return GemmShape(weight.codes, rows, steps, weight.step, weight.grouped, zeros)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The same for one of a mixture's two products.
+
+    Attributes:
+        one: of one expert's weight.
+        experts: how many of them there are.
+        top_k: how many a token goes to.
+    """
+
+    one: GemmShape
+    experts: int
+    top_k: int
+
+
+ProductShape: TypeAlias = GemmShape | ExpertsShape
 # Measured choices: by shape and bucket; ``None`` is dequantize, then the vendor's GEMM.
-TileTable = Mapping[tuple[GemmShape, int], Tiles | None]
+TileTable: TypeAlias = Mapping[tuple[ProductShape, int], Tiles | None]
 
 
 def bucket_of(tokens: int) -> int:
@@ -123,7 +149,7 @@ def select_config(
     bucket = bucket_of(tokens)
     if table is not None and (shape, bucket) in table:
         return table[shape, bucket]
-    if bucket == LONG_PROMPT and not shape.is_bytes:
+    if bucket == LONG_PROMPT and shape.dequantizes:
         return None
     tiles = _tile(target, shape, min(bucket, BUCKETS[-1]))
     if bucket == LONG_PROMPT:
@@ -132,18 +158,25 @@ def select_config(
     return replace(tiles, splits=_splits(target, shape, token_tiles, tiles))
 
 
-def select_experts_config(target: Target, shape: GemmShape, slots: int, experts: int) -> Tiles:
-    """Tiles for the rows that each of a mixture's experts has: ``slots`` of them together.
+def select_experts_config(
+    target: Target, shape: ExpertsShape, tokens: int, table: TileTable | None = None
+) -> Tiles:
+    """Tiles for the rows that each of a mixture's experts has of ``tokens`` tokens.
 
     A tile is of one expert, so it has as many rows as an expert has on average, 64 at most.
-
-    Args:
-        shape: of one expert's weight.
+    Depends on the bucket of ``tokens`` only.
     """
-    mean = -(-slots // experts)
-    tiles = _tile(target, shape, min(bucket_of(mean), MAX_EXPERT_TILE))
-    used = max(min(slots, experts), slots // tiles.block_m)
-    return replace(tiles, splits=_splits(target, shape, used, tiles))
+    bucket = bucket_of(tokens)
+    measured = None if table is None else table.get((shape, bucket))
+    if measured is not None:
+        return measured
+    slots = bucket * shape.top_k
+    mean = -(-slots // shape.experts)
+    tiles = _tile(target, shape.one, min(bucket_of(mean), MAX_EXPERT_TILE))
+    if bucket == LONG_PROMPT:
+        return tiles  # any number of tokens: no workspace would be large enough
+    used = max(min(slots, shape.experts), slots // tiles.block_m)
+    return replace(tiles, splits=_splits(target, shape.one, used, tiles))
 
 
 def configs_of(

@@ -6,23 +6,23 @@ of them, so that the number of launches and their grids do not depend on who was
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from qtool.runtime.kernels.backend import ExpertsOp, LinearOp
+from qtool.runtime.kernels.backend import ExpertsOp, LinearOp, Rows
 from qtool.runtime.kernels.triton.config import (
     BUCKETS,
     LONG_PROMPT,
+    ExpertsShape,
     Tiles,
     bucket_of,
     select_experts_config,
-    shape_of,
 )
-from qtool.runtime.kernels.triton.gated import gated
+from qtool.runtime.kernels.triton.launch import result_like
 from qtool.runtime.kernels.triton.layout import PackedWeight, stack
-from qtool.runtime.kernels.triton.linear import PackedLinear, Place, result_like
+from qtool.runtime.kernels.triton.linear import PackedLinear, Place
 from qtool.runtime.kernels.triton.routing import Routed, combine, max_blocks, route
 
 # Tiles of the two products: gate and up; down.
@@ -52,21 +52,30 @@ class PackedExperts(ExpertsOp):
         self._gate_up, self._down = gate_up[0], down[0]
         self._count, self._top_k, self._gelu = len(gate_up), top_k, activation != "silu"
         self._place = place
-        self.configs = {bucket: self._choose(bucket) for bucket in (*BUCKETS, LONG_PROMPT)}
+        self.configs: dict[int, Pair] = {}
+        for bucket in (*BUCKETS, LONG_PROMPT):
+            first, second = (
+                select_experts_config(place.target, shape, bucket, place.table)
+                for shape in self.shapes
+            )
+            self.choose(bucket, (first, second))
 
-    def _choose(self, bucket: int) -> Pair:
-        """Tiles for a bucket of tokens, with room for their splits."""
-        target, slots = self._place.target, bucket * self._top_k
+    @property
+    def shapes(self) -> tuple[ExpertsShape, ExpertsShape]:
+        """What decides about its tiles: gate and up; down."""
         up, down = (
-            select_experts_config(target, shape_of(op.weight), slots, self._count)
-            for op in (self._gate_up, self._down)
+            ExpertsShape(op.shape, self._count, self._top_k) for op in (self._gate_up, self._down)
         )
-        if bucket == LONG_PROMPT:
-            return up.unsplit(), down.unsplit()
-        for op, tiles in ((self._gate_up, up), (self._down, down)):
-            blocks = max_blocks(slots, self._count, tiles.block_m)
-            self._place.workspace.reserve(op.weight.padded[0], blocks * tiles.block_m, tiles)
         return up, down
+
+    def choose(self, bucket: int, pair: Pair) -> None:
+        """Take these tiles for a bucket, and make room for them; not while serving."""
+        self.configs[bucket] = pair
+        if bucket == LONG_PROMPT:
+            return
+        for op, tiles in zip((self._gate_up, self._down), pair, strict=True):
+            blocks = max_blocks(bucket * self._top_k, self._count, tiles.block_m)
+            self._place.workspace.reserve(op.weight.padded[0], blocks * tiles.block_m, tiles)
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         up, down = self.configs[bucket_of(x.shape[0])]
@@ -74,33 +83,37 @@ class PackedExperts(ExpertsOp):
         hidden = self._hidden(x, up, Routed(*routing, self._top_k))
         if down.block_m != up.block_m:
             routing = route(chosen, self._count, down.block_m)
-        parts = hidden.new_empty(len(hidden), self._down.weight.shape[0], dtype=torch.float32)
+        slots, width = chosen.numel(), self._down.weight.shape[0]
+        parts = torch.empty(slots, width, dtype=torch.float32, device=x.device)
         scales = weights.flatten()
         self._down.multiply(hidden, parts, down, Routed(*routing, scales=scales))
         return combine(parts, self._top_k)
 
-    def _hidden(self, x: Tensor, tiles: Tiles, routed: Routed) -> Tensor:
-        """Gated products [T * top_k, width] in x's dtype."""
+    def _hidden(self, x: Tensor, tiles: Tiles, routed: Routed) -> Rows:
+        """Gated products [T * top_k, width], for the second product."""
         slots, rows = x.shape[0] * self._top_k, self._gate_up.weight.shape[0]
         width = rows // 2 if self._gate_up.gates else rows
         out = result_like(x.new_empty(slots, 0), width, x.dtype)
         self._gate_up.multiply(x, out, tiles, routed)
-        if not self._gate_up.gates:
-            both, out = out, result_like(out, rows // 2, x.dtype)
-            gated(both, out, gelu=self._gelu)
-        return out.to(x.dtype)
+        out = out.to(x.dtype)
+        return out if self._gate_up.gates else self._down.gated(out, gelu=self._gelu)
 
     def warm_up(self) -> None:
         """Compile everything a call can need."""
-        device, columns = self._gate_up.weight.words.device, self._gate_up.weight.shape[1]
         seen: set[Pair] = set()
         for tokens, pair in self.configs.items():
             if pair not in seen:
                 seen.add(pair)
-                x = torch.zeros(tokens, columns, dtype=self._gate_up.dtype, device=device)
-                chosen = torch.arange(tokens * self._top_k, device=device) % self._count
-                chosen = chosen.view(tokens, self._top_k)
-                self(x, torch.ones(chosen.shape, device=device), chosen)
+                self.idle_call(tokens)()
+
+    def idle_call(self, tokens: int) -> Callable[[], object]:
+        """So many rows of zeros through experts in turns, for warm-up and timing."""
+        device, columns = self._gate_up.weight.words.device, self._gate_up.weight.shape[1]
+        x = torch.zeros(tokens, columns, dtype=self._gate_up.dtype, device=device)
+        chosen = torch.arange(tokens * self._top_k, device=device) % self._count
+        chosen = chosen.view(tokens, self._top_k)
+        weights = torch.ones(chosen.shape, device=device)
+        return lambda: self(x, weights, chosen)
 
 
 def why_apart(linears: Sequence[LinearOp]) -> str | None:

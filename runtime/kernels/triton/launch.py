@@ -17,6 +17,13 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def result_like(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a result: in ``dtype``, or float32 where the interpreter would cut bits off."""
+    wide = is_interpreted() and dtype == torch.bfloat16
+    stored = torch.float32 if wide else dtype
+    return torch.empty(x.shape[0], columns, dtype=stored, device=x.device)
+
+
 @dataclass(slots=True, eq=False)
 class Workspace:
     """Partial sums and locks of GEMMs whose columns are shared by several programs.

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qtool.formats.scheme import ActivationScheme
+from qtool.formats.scheme import BLOCK_SIZE, ActivationScheme
 from qtool.formats.tensor import QuantizedTensor
 from qtool.runtime.kernels.backend import LinearOp, RoundedRows, Rows, Stream
 from qtool.runtime.kernels.triton.byte_gemm import byte_gemm
 from qtool.runtime.kernels.triton.config import (
     BUCKETS,
     LONG_PROMPT,
+    GemmShape,
     Tiles,
     TileTable,
     bucket_of,
@@ -23,7 +24,8 @@ from qtool.runtime.kernels.triton.config import (
     shape_of,
 )
 from qtool.runtime.kernels.triton.dequantize import dequantize
-from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
+from qtool.runtime.kernels.triton.gated import gated_rows
+from qtool.runtime.kernels.triton.launch import Workspace, result_like
 from qtool.runtime.kernels.triton.layout import (
     GATE_ROWS,
     Codes,
@@ -32,7 +34,7 @@ from qtool.runtime.kernels.triton.layout import (
     pack,
 )
 from qtool.runtime.kernels.triton.norm import rms_norm_rounded
-from qtool.runtime.kernels.triton.round_input import round_input
+from qtool.runtime.kernels.triton.round_input import MAX_GATED, Gate, round_input
 from qtool.runtime.kernels.triton.routing import Routed
 from qtool.runtime.kernels.triton.target import Target
 from qtool.runtime.kernels.triton.weight_gemm import weight_gemm
@@ -60,13 +62,18 @@ class PackedLinear(LinearOp):
         self._bias, self._place = bias, place
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
         self.kernel = f"triton {weight.codes.value} x {str(dtype).removeprefix('torch.')}"
-        shape = shape_of(weight)
+        shape = self.shape
         self.configs: dict[int, Tiles | None] = {
             bucket: select_config(place.target, shape, bucket, place.table)
             for bucket in (*BUCKETS, LONG_PROMPT)
         }
         for bucket, tiles in self.configs.items():
             self.choose(bucket, tiles)
+
+    @property
+    def shape(self) -> GemmShape:
+        """What decides about its tiles."""
+        return shape_of(self.weight)
 
     def choose(self, bucket: int, tiles: Tiles | None) -> None:
         """Take these tiles for a bucket, and make room for them; not while serving."""
@@ -97,8 +104,13 @@ class PackedLinear(LinearOp):
         gated: Tensor = functional.silu(gate) * up
         return gated.flatten(1).to(out.dtype)
 
-    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
+    def gated(self, gate_up: Tensor, *, gelu: bool) -> Rows:
+        """A gate and its up projection [M, 2 * K], gated for this linear."""
+        return gated_rows(gate_up, gelu=gelu)
+
+    def multiply(self, x: Rows, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
         """``out = x @ weight.T + bias`` in these tiles; if routed, of all experts' weights."""
+        assert isinstance(x, Tensor), "rounded for another linear"
         padding = self.weight.padded[1] - x.shape[1]
         x = functional.pad(x, (0, padding)) if padding else x.contiguous()
         weight_gemm(
@@ -117,11 +129,16 @@ class PackedLinear(LinearOp):
         return None if self._bias is None else "it has a bias"
 
     def warm_up(self) -> None:
-        """Compile everything a call can need."""
+        """Compile every configuration of its product."""
         for tokens in self.warm_up_tokens():
-            self(torch.zeros(
-                tokens, self.weight.shape[1], dtype=self.dtype, device=self.weight.words.device
-            ))  # fmt: skip
+            self.idle_call(tokens)()
+
+    def idle_call(self, tokens: int) -> Callable[[], object]:
+        """A product of so many rows of zeros, for warm-up and timing."""
+        x = torch.zeros(
+            tokens, self.weight.shape[1], dtype=self.dtype, device=self.weight.words.device
+        )
+        return lambda: self(x)
 
     def warm_up_tokens(self) -> Iterator[int]:
         """One number of tokens for each different configuration."""
@@ -153,14 +170,14 @@ class RoundedLinear(PackedLinear):
         super().__init__(pack(weight, as_bytes=as_bytes, gate_up=gate_up), bias, dtype, place)
         self._scheme: ActivationScheme = weight.scheme.activations
         self._static = None if weight.input_scale is None else weight.input_scale.float()
-        if self.weight.grouped and not as_bytes:
-            # Dequantized, its blocks' scales would be rounded to 16 bits, and tokens' with them.
-            widest = self.configs[BUCKETS[-1]]
-            assert widest is not None, "only prompts longer than all buckets are dequantized"
-            self.configs[LONG_PROMPT] = widest.unsplit()
         kind = "INT8" if self._scheme.type == "int" else "FP8"
         way = "static" if self._static is not None else f"per {self._scheme.strategy}"
         self.kernel = f"triton {kind} x {kind}, inputs {way}"
+
+    @property
+    def shape(self) -> GemmShape:
+        in_16_bits = self.weight.codes is Codes.FP8
+        return replace(super().shape, token_steps=in_16_bits and self.weight.grouped)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.read(self._rounded(x.contiguous()))
@@ -202,12 +219,33 @@ class RoundedLinear(PackedLinear):
         """What e4m3 is multiplied in where the GPU does not know it."""
         return torch.float16 if self.weight.codes is Codes.FP8 else None
 
-    def _rounded(self, x: Tensor) -> RoundedRows:
-        columns, as_values = self.weight.padded[1], self._as_values
-        return round_input(x, self._scheme, columns, static=self._static, as_values=as_values)
+    def _rounded(self, x: Tensor, gate: Gate | None = None) -> RoundedRows:
+        return round_input(
+            x,
+            self._scheme,
+            self.weight.padded[1],
+            static=self._static,
+            as_values=self._as_values,
+            gate=gate,
+        )
 
-    def multiply(self, x: Tensor, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
-        self.multiply_rounded(self._rounded(x.contiguous()), out, tiles, routed)
+    def gated(self, gate_up: Tensor, *, gelu: bool) -> Rows:
+        """Gated and rounded in one launch, where that is a program a row at most."""
+        if self._scheme.strategy != "group" and self.weight.padded[1] > MAX_GATED:
+            return gated_rows(gate_up, gelu=gelu)
+        return self._rounded(gate_up.contiguous(), gate="gelu" if gelu else "silu")
+
+    def idle_call(self, tokens: int) -> Callable[[], object]:
+        columns, words = self.weight.padded[1], self.weight.words
+        dtype = self._as_values or words.dtype
+        codes = torch.zeros(tokens, columns, device=words.device).to(dtype)
+        scales = (columns // BLOCK_SIZE, tokens) if self.weight.grouped else (tokens,)
+        rows = RoundedRows(codes, torch.ones(scales, device=words.device))
+        return lambda: self.read(rows)
+
+    def multiply(self, x: Rows, out: Tensor, tiles: Tiles, routed: Routed | None = None) -> None:
+        rows = self._rounded(x.contiguous()) if isinstance(x, Tensor) else x
+        self.multiply_rounded(rows, out, tiles, routed)
 
     def why_alone(self) -> str | None:
         return super().why_alone() or (None if self._static is None else "its input has a scale")
@@ -254,10 +292,3 @@ def added_to(stream: Stream) -> tuple[Tensor, Tensor | None]:
     if stream.update is None:
         return stream.rows, None
     return stream.update.contiguous(), stream.rows
-
-
-def result_like(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a result: in ``dtype``, or float32 where the interpreter would cut bits off."""
-    wide = is_interpreted() and dtype == torch.bfloat16
-    stored = torch.float32 if wide else dtype
-    return torch.empty(x.shape[0], columns, dtype=stored, device=x.device)

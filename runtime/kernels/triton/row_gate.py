@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
-from qtool.formats.scheme import BLOCK_SIZE, ActivationScheme
+from qtool.formats.scheme import ActivationScheme
 from qtool.runtime.kernels.triton import (
     attention_plan,
     dequantize,
@@ -30,6 +29,7 @@ HIDDEN, WIDTH, HEAD, HEADS, KV_HEADS = 4096, 14336, 128, 32, 8
 EXPERTS, TOP_K = 128, 8
 FLOAT, HALF = torch.float32, torch.bfloat16
 INT8 = ActivationScheme("int", "token")
+FP8 = ActivationScheme("float", "token")
 FP8_BLOCKS = ActivationScheme("float", "group")
 
 
@@ -106,24 +106,16 @@ def _norm(name: str, pointers: Mapping[str, torch.dtype], constants: Mapping[str
 def _others() -> Iterator[RowCase]:
     for name, scheme, stored in (
         ("INT8", INT8, torch.int8),
+        ("FP8", FP8, torch.uint8),
         ("FP8 blocks", FP8_BLOCKS, torch.uint8),
     ):
-        span = BLOCK_SIZE if scheme.strategy == "group" else WIDTH
-        block = triton.next_power_of_2(span)
-        yield RowCase(
-            f"rounding, {name}",
-            round_input.round_input_kernel,
-            _pointers({"x_ptr": HALF, "codes_ptr": stored, "scales_ptr": FLOAT}) | {"K": "i32"},
-            {
-                "PADDED": WIDTH,
-                "SPAN": span,
-                "BLOCK": block,
-                "STEPS": scheme.steps,
-                "IS_FLOAT": scheme.type == "float",
-                "AS_VALUES": False,
-            },
-            round_input.warps_for(block),
-        )
+        yield _rounding(f"rounding, {name}", scheme, stored)
+        yield _rounding(f"silu, multiply and rounding, {name}", scheme, stored, "silu")
+    yield _rounding("gelu, multiply and rounding, INT8", INT8, torch.int8, "gelu")
+    yield _rounding(
+        "silu, multiply and rounding, INT8, widest",
+        INT8, torch.int8, "silu", round_input.MAX_GATED,
+    )  # fmt: skip
     for gelu in (False, True):
         yield RowCase(
             "gelu and multiply" if gelu else "silu and multiply",
@@ -131,6 +123,23 @@ def _others() -> Iterator[RowCase]:
             _pointers({"gate_up_ptr": HALF, "out_ptr": HALF}) | {"K": "i32"},
             {"GELU": gelu, "SIZE": gated.BLOCK},
         )
+
+
+def _rounding(
+    name: str,
+    scheme: ActivationScheme,
+    stored: torch.dtype,
+    gate: round_input.Gate | None = None,
+    width: int = WIDTH,
+) -> RowCase:
+    constants = round_input.constants(width, scheme, gate=gate, dtype=HALF)
+    return RowCase(
+        name,
+        round_input.round_input_kernel,
+        _pointers({"x_ptr": HALF, "codes_ptr": stored, "scales_ptr": FLOAT}) | {"K": "i32"},
+        constants,
+        round_input.warps_for(constants["BLOCK"]),
+    )
 
 
 def _routing() -> Iterator[RowCase]:

@@ -1,15 +1,15 @@
-"""A packed linear's time on a GPU, in tiles of the caller's choice."""
+"""The time of packed linears and experts on a GPU, in tiles of the caller's choice."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 
-import torch
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
-from qtool.runtime.kernels.triton.config import LONG_PROMPT, GemmShape, Tiles, shape_of
+from qtool.runtime.kernels.triton.config import LONG_PROMPT, ProductShape, Tiles
+from qtool.runtime.kernels.triton.experts import PackedExperts
 from qtool.runtime.kernels.triton.linear import PackedLinear
 from qtool.runtime.kernels.triton.tuning import Timer
 
@@ -22,28 +22,47 @@ def gpu_bench(call: Callable[[], object]) -> float:
     return float(do_bench(call, return_mode="median"))
 
 
-def timer_of(operations: Iterable[PackedLinear]) -> Timer:
+def timer_of(operations: Iterable[PackedLinear | PackedExperts]) -> Timer:
     """Times a shape on the first of the operations that has it; infinite where it cannot run."""
-    first: dict[GemmShape, PackedLinear] = {}
+    first: dict[ProductShape, PackedLinear | PackedExperts] = {}
     for operation in operations:
-        first.setdefault(shape_of(operation.weight), operation)
+        for shape in shapes_of(operation):
+            first.setdefault(shape, operation)
 
-    def seconds(shape: GemmShape, bucket: int, tiles: Tiles | None) -> float:
+    def seconds(shape: ProductShape, bucket: int, tiles: Tiles | None) -> float:
         operation = first[shape]
-        tokens = LONG_TOKENS if bucket == LONG_PROMPT else bucket
-        kept = operation.configs[bucket]
-        operation.choose(bucket, tiles)
-        x = torch.zeros(
-            tokens,
-            operation.weight.shape[1],
-            dtype=operation.dtype,
-            device=operation.weight.words.device,
-        )
+        put_back = _choose(operation, shape, bucket, tiles)
         try:
-            return gpu_bench(lambda: operation(x)) / 1e3
+            tokens = LONG_TOKENS if bucket == LONG_PROMPT else bucket
+            return gpu_bench(operation.idle_call(tokens)) / 1e3
         except OutOfResources:
             return math.inf
         finally:
-            operation.choose(bucket, kept)
+            put_back()
 
     return seconds
+
+
+def shapes_of(operation: PackedLinear | PackedExperts) -> tuple[ProductShape, ...]:
+    """What its tiles can be measured for: one product, or a mixture's two."""
+    return operation.shapes if isinstance(operation, PackedExperts) else (operation.shape,)
+
+
+def _choose(
+    operation: PackedLinear | PackedExperts,
+    shape: ProductShape,
+    bucket: int,
+    tiles: Tiles | None,
+) -> Callable[[], None]:
+    """Give an operation tiles for a product; the result gives it back what it had."""
+    if isinstance(operation, PackedLinear):
+        kept = operation.configs[bucket]
+        operation.choose(bucket, tiles)
+        return lambda: operation.choose(bucket, kept)
+    assert tiles is not None, "experts are never dequantized"
+    pair = operation.configs[bucket]
+    up, down = (
+        tiles if own == shape else old for own, old in zip(operation.shapes, pair, strict=True)
+    )
+    operation.choose(bucket, (up, down))
+    return lambda: operation.choose(bucket, pair)

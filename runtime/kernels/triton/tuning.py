@@ -17,16 +17,19 @@ from qtool.runtime.kernels.triton.config import (
     LONG_PROMPT,
     MAX_SPLITS,
     MIN_STEPS_PER_SPLIT,
+    ExpertsShape,
     GemmShape,
+    ProductShape,
     Tiles,
     TileTable,
     select_config,
+    select_experts_config,
 )
 from qtool.runtime.kernels.triton.layout import LAYOUT_VERSION, Codes
 from qtool.runtime.kernels.triton.target import Target
 
 # Seconds of one product in these tiles; ``None`` is dequantize, then the vendor's GEMM.
-Timer = Callable[[GemmShape, int, Tiles | None], float]
+Timer = Callable[[ProductShape, int, Tiles | None], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +52,29 @@ def minor_version(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def candidates(target: Target, shape: GemmShape, bucket: int) -> tuple[Tiles | None, ...]:
+def candidates(target: Target, shape: ProductShape, bucket: int) -> tuple[Tiles | None, ...]:
     """What is worth measuring: the rules' choice first, then its neighbours.
 
-    From 256 tokens on also dequantize and the vendor's GEMM, for 16-bit products.
+    From 256 tokens on also dequantize and the vendor's GEMM, where that is allowed.
     """
+    if isinstance(shape, ExpertsShape):
+        best = select_experts_config(target, shape, bucket)
+        return tuple(dict.fromkeys((best, *_neighbours(shape.one, best, bucket))))
     chosen = select_config(target, shape, bucket)
     found: list[Tiles | None] = [chosen]
     if chosen is not None:
-        # A prompt of any length has no workspace for splits.
-        limit = 1 if bucket == LONG_PROMPT else MAX_SPLITS
-        found += (tiles for tiles in _neighbours(shape, chosen) if tiles.splits <= limit)
-    if bucket >= 256 and not shape.is_bytes:
+        found += _neighbours(shape, chosen, bucket)
+    if bucket >= 256 and shape.dequantizes:
         found.append(None)
     return tuple(dict.fromkeys(found))
 
 
-def _neighbours(shape: GemmShape, tiles: Tiles) -> Iterator[Tiles]:
+def _neighbours(shape: GemmShape, tiles: Tiles, bucket: int) -> Iterator[Tiles]:
     """Twice and half of splits; a stage more and less; the other width with its warps."""
+    # A prompt of any length has no workspace for splits.
+    most = 1 if bucket == LONG_PROMPT else min(MAX_SPLITS, shape.steps // MIN_STEPS_PER_SPLIT)
     for splits in (2 * tiles.splits, tiles.splits // 2):
-        if 1 <= splits <= max(1, min(MAX_SPLITS, shape.steps // MIN_STEPS_PER_SPLIT)):
+        if 1 <= splits <= most:
             yield replace(tiles, splits=splits)
     for stages in (tiles.num_stages - 1, tiles.num_stages + 1):
         if stages >= 2:
@@ -80,10 +86,10 @@ def _neighbours(shape: GemmShape, tiles: Tiles) -> Iterator[Tiles]:
 
 
 def tune(
-    target: Target, shapes: tuple[GemmShape, ...], seconds: Timer
-) -> dict[tuple[GemmShape, int], Tiles | None]:
+    target: Target, shapes: tuple[ProductShape, ...], seconds: Timer
+) -> dict[tuple[ProductShape, int], Tiles | None]:
     """The fastest candidate of every shape and bucket."""
-    best: dict[tuple[GemmShape, int], Tiles | None] = {}
+    best: dict[tuple[ProductShape, int], Tiles | None] = {}
     for shape in dict.fromkeys(shapes):
         for bucket in (*BUCKETS, LONG_PROMPT):
             timed = {c: seconds(shape, bucket, c) for c in candidates(target, shape, bucket)}
@@ -95,7 +101,7 @@ def write_table(path: Path, key: TunedFor, table: TileTable) -> None:
     """Write a table; it appears all at once."""
     entries = [
         {
-            "shape": {**asdict(shape), "codes": shape.codes.value},
+            **_entry_of(shape),
             "tokens": bucket,
             "tiles": None if tiles is None else asdict(tiles),
         }
@@ -126,9 +132,20 @@ def read_table(folder: Path, key: TunedFor) -> tuple[TileTable | None, str | Non
     return table, None
 
 
-def _key(entry: dict[str, Any]) -> tuple[GemmShape, int]:
-    shape = entry["shape"]
-    return GemmShape(**{**shape, "codes": Codes(shape["codes"])}), int(entry["tokens"])
+def _entry_of(shape: ProductShape) -> dict[str, Any]:
+    """A shape as the file has it: a mixture's is its weight's, with two numbers beside it."""
+    if isinstance(shape, ExpertsShape):
+        return _entry_of(shape.one) | {"experts": shape.experts, "top_k": shape.top_k}
+    return {"shape": {**asdict(shape), "codes": shape.codes.value}}
+
+
+def _key(entry: dict[str, Any]) -> tuple[ProductShape, int]:
+    values = entry["shape"]
+    shape = GemmShape(**{**values, "codes": Codes(values["codes"])})
+    bucket = int(entry["tokens"])
+    if "experts" in entry:
+        return ExpertsShape(shape, int(entry["experts"]), int(entry["top_k"])), bucket
+    return shape, bucket
 
 
 def _tiles(values: dict[str, int] | None) -> Tiles | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from qtool.runtime.model import Decoder
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.scheduler import Chunk
 from support.batches import batch_of, make_cache, make_sequence, run_whole
+from support.families import IN_BLOCKS
 from support.gemm import make_input, make_weight, relative_error
 
 pytest.importorskip("triton")
@@ -199,18 +200,17 @@ def test_the_back_end_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyP
         select_backend("triton", CPU, torch.float16)
 
 
-# Weights alone are exact in both; where inputs are rounded, a sum's last bit may move a code.
-DECODERS: dict[str, tuple[dict[str, Any], float]] = {
-    "W4 asym g32": ({"method": "rtn", "group_size": 32}, 0.004),
-    "W8 sym row": ({"method": "rtn", "bits": 8, "group_size": "row"}, 0.004),
-    "W8A8": ({"method": "rtn", "layers": ("re:.*=w8a8",), "symmetric": True}, 0.04),
-    "FP8": ({"method": "fp8"}, 0.08),
+# Weights alone are exact in both; where inputs are rounded, a sum's last bit may move a code: one
+# of e4m3 is a step of 6 to 12%, and logits differ by up to 0.18. So the prompts of FP8, by seed,
+# are such that the reference's likeliest tokens lead by more than twice that.
+BLOCKS = {"method": "fp8", "granularity": "block"}
+DECODERS: dict[str, tuple[dict[str, Any], float, int]] = {
+    "W4 asym g32": ({"method": "rtn", "group_size": 32}, 0.004, 4),
+    "W8 sym row": ({"method": "rtn", "bits": 8, "group_size": "row"}, 0.004, 4),
+    "W8A8": ({"method": "rtn", "layers": ("re:.*=w8a8",), "symmetric": True}, 0.04, 4),
+    "FP8": ({"method": "fp8"}, 0.08, 79),
+    "FP8 blocks": (BLOCKS, 0.08, 82),
 }
-
-
-@pytest.fixture(scope="module")
-def source(model_factory: Callable[..., Path]) -> Iterator[Path]:
-    yield model_factory(dtype=torch.float16)
 
 
 def _greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
@@ -228,13 +228,14 @@ def _greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("case", DECODERS)
 def test_a_whole_decoder_computes_what_the_reference_does(
-    case: str, source: Path, tmp_path: Path
+    case: str, model_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
-    options, bound = DECODERS[case]
+    options, bound, seed = DECODERS[case]
+    source = model_factory(dtype=torch.float16, **(IN_BLOCKS if options == BLOCKS else {}))
     quantize_model(
         source, tmp_path / "q", QuantizeOptions(samples=2, seq_len=32, device="cpu", **options)
     )
-    ids = torch.randint(0, 384, (16,), generator=torch.Generator().manual_seed(4)).tolist()
+    ids = torch.randint(0, 384, (16,), generator=torch.Generator().manual_seed(seed)).tolist()
     ours, theirs = (
         load_model(
             tmp_path / "q",
@@ -248,5 +249,4 @@ def test_a_whole_decoder_computes_what_the_reference_does(
     assert relative_error(found, expected.double()) < bound
     agreeing = (found.argmax(-1) == expected.argmax(-1)).float().mean()
     assert agreeing >= 0.85
-    if case != "FP8":  # its rounded inputs decide near ties of random weights either way
-        assert _greedy(ours, ids[:6], 4) == _greedy(theirs, ids[:6], 4)
+    assert _greedy(ours, ids[:6], 4) == _greedy(theirs, ids[:6], 4)

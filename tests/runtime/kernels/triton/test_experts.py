@@ -29,6 +29,7 @@ from qtool.runtime.kernels.triton.backend import TritonBackend
 from qtool.runtime.kernels.triton.config import (
     BUCKETS,
     LONG_PROMPT,
+    ExpertsShape,
     Tiles,
     select_experts_config,
     shape_of,
@@ -184,8 +185,8 @@ def test_tiles_have_the_rows_that_an_expert_has_on_average(arch: str, experts: i
     backend = TritonBackend(CPU, torch.float16, sample_target("sm_90"))
     op = backend.linear(_weights(SCHEMES[0], 2 * WIDTH, HIDDEN)[0], None)
     assert isinstance(op, PackedLinear)
-    target, shape = sample_target(arch), shape_of(op.weight)
-    few, many = (select_experts_config(target, shape, slots, experts) for slots in (8, 64 * 1024))
+    target, shape = sample_target(arch), ExpertsShape(shape_of(op.weight), experts, top_k=8)
+    few, many = (select_experts_config(target, shape, tokens) for tokens in (1, 64 * 1024))
     assert few.block_m == (8 if target.is_nvidia else 16)
     assert few.block_m < many.block_m <= 64 and many.splits == 1
 

@@ -116,6 +116,46 @@ def test_each_gpu_has_its_matrix_instruction(
     assert expected in expected_matrix(case, sample_target(arch), Tiles(16, 64, warps, 3))
 
 
+@pytest.mark.parametrize(
+    ("version", "holds"), [("3.9.0", True), ("3.9.1", True), ("3.10.0", False)]
+)
+def test_a_budget_that_is_passed_is_a_violation_under_the_compiler_it_was_counted_with(
+    version: str, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = replace(GOOD, loop=GOOD.loop + ("LOP3.LUT",) * 320)
+    monkeypatch.setattr(gate, "compile_gemm", lambda *_, **__: None)
+    monkeypatch.setattr(gate, "read_code", lambda _: slow)
+    monkeypatch.setattr(gate.triton, "__version__", version)
+    finding = gate.check(CASE, "sm_80")
+    said = "2.54 instructions a weight, budget 2.0"
+    if holds:
+        assert finding.violations == (said,) and finding.remark == ""
+    else:
+        assert finding.violations == () and finding.remark == f"{said}, not enforced"
+        assert f"counted with Triton 3.9; under {version}" in str(gate.budget_note())
+    assert (gate.budget_note() is None) == holds
+
+
+def test_every_row_of_the_issues_table_is_in_the_gate_by_name() -> None:
+    rows = {(case.name, case.tokens): case.budgets for case in budgeted_cases()}
+    assert rows == {
+        ("W4A16 g128 fp16", 8): {"sm_80": 2.0, "sm_90": 2.0},
+        ("W4A16 g128 bf16", 8): {"sm_80": 2.4, "sm_90": 2.7},
+        ("W4A16 g128 fp16", 16): {"sm_80": 2.3, "sm_90": 2.3},
+        ("W4A16 g128 fp16", 32): {"sm_80": 2.9, "sm_90": 2.6},
+        ("W4A16 g64 fp16", 8): {"sm_80": 2.5, "sm_90": 2.5},
+        ("W4A16 g32 fp16", 8): {"sm_80": 3.7, "sm_90": 3.7},
+        ("W8A16 fp16", 16): {"sm_80": 2.4, "sm_90": 2.4},
+        ("W8A16 bf16", 16): {"sm_80": 4.2, "sm_90": 4.2},
+        ("FP8 W8A16 fp16", 16): {"sm_80": 3.3, "sm_90": 2.9},
+        ("W8A8 INT8", 16): {"sm_80": 1.4, "sm_90": 1.4},
+        ("W4A16 g128 fp16, experts", 16): {"sm_80": 2.0, "sm_90": 2.0},
+    }
+    assert gate.BUDGET_OF["sm_86"] == gate.BUDGET_OF["sm_89"] == "sm_80"
+    assert not {"sm_100", "gfx942"} & set(gate.BUDGET_OF), "recorded, not enforced"
+    assert gate.SLACK == 1.03
+
+
 def test_every_budget_is_of_a_kernel_that_serving_chooses() -> None:
     everything = list(all_cases())
     for case in budgeted_cases():
@@ -142,7 +182,7 @@ def test_every_kernel_of_the_package_is_in_the_gate() -> None:
 def test_e4m3_products_are_compiled_only_where_they_are_run() -> None:
     fp8 = [case for case in all_cases() if case.shape.codes is Codes.FP8_BYTES]
     assert {arch for _, arch in pairs(fp8, ARCHES)} == {"sm_89", "sm_90", "sm_100"}
-    in_float16 = [case for case in all_cases() if case.token_steps]
+    in_float16 = [case for case in all_cases() if case.shape.token_steps]
     assert {arch for _, arch in pairs(in_float16, ARCHES)} == {"sm_80", "sm_86", "gfx942"}
 
 

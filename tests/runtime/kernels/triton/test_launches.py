@@ -21,7 +21,7 @@ from qtool.runtime.model import Decoder
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.scheduled_step import Chunk
 from support.batches import batch_of, make_sequence, run_whole
-from support.families import FAMILY_VARIANTS
+from support.families import FAMILY_VARIANTS, IN_BLOCKS
 from support.gemm import make_input, relative_error
 
 pytest.importorskip("triton")
@@ -91,12 +91,14 @@ def _layer_launches(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[s
 
 @pytest.fixture
 def load(model_factory: Callable[..., Path], tmp_path: Path) -> Callable[..., Decoder]:
-    """``load(family, options, backend)``: a quantized tiny model."""
+    """``load(family, backend, **options)``: a quantized tiny model."""
 
     def build(family: str, backend: str = "triton", **options: Any) -> Decoder:
         folder = tmp_path / "q"
         if not folder.exists():
-            source = model_factory(dtype=torch.float16, **FAMILY_VARIANTS.get(family, {}))
+            sizes = IN_BLOCKS if options == FP8_BLOCKS else {}
+            variant = FAMILY_VARIANTS.get(family, {}) | sizes
+            source = model_factory(dtype=torch.float16, **variant)
             chosen = QuantizeOptions(samples=2, seq_len=32, device="cpu", **options)
             quantize_model(source, folder, chosen)
         chosen = ModelOptions(device="cpu", backend=backend, dtype="fp16", self_check=False)
@@ -105,15 +107,11 @@ def load(model_factory: Callable[..., Path], tmp_path: Path) -> Callable[..., De
     return build
 
 
-NORM, ROUND, HEADS, GATED = (
-    "rms_norm_kernel",
-    "round_input_kernel",
-    "norm_heads_kernel",
-    "gated_kernel",
-)
+NORM, ROUND, HEADS = "rms_norm_kernel", "round_input_kernel", "norm_heads_kernel"
 BYTES, WORDS = "byte_gemm_kernel", "weight_gemm_kernel"
 W4 = {"method": "rtn", "group_size": 32}
 W8A8 = {"method": "rtn", "layers": ("re:.*=w8a8",), "symmetric": True}
+FP8_BLOCKS = {"method": "fp8", "granularity": "block"}
 BEHIND_A_NORM = [NORM, BYTES, ROUND, BYTES]
 CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "W4": ("llama", W4, [NORM, WORDS, WORDS] * 2),
@@ -127,13 +125,14 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "W8A8, norms on both sides": (
         "gemma3",
         W8A8,
-        [NORM, BYTES, HEADS, ROUND, BYTES, NORM, BYTES, GATED, ROUND, BYTES],
+        [NORM, BYTES, HEADS, ROUND, BYTES, *BEHIND_A_NORM],
     ),
+    "FP8 blocks": ("llama", FP8_BLOCKS, BEHIND_A_NORM * 2),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_additions_norms_and_rounding_share_a_launch(
+def test_additions_norms_gates_and_rounding_share_a_launch(
     case: str, load: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, options, expected = CASES[case]
@@ -143,7 +142,11 @@ def test_additions_norms_and_rounding_share_a_launch(
 READ_BACK = {"torch _local_scalar_dense", "torch nonzero", "torch bincount"}
 
 
-@pytest.mark.parametrize(("options", "products"), [(W4, [WORDS]), (W8A8, [ROUND, BYTES])])
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [(W4, [WORDS]), (W8A8, [ROUND, BYTES]), (FP8_BLOCKS, [ROUND, BYTES])],
+    ids=["W4", "W8A8", "FP8 blocks"],
+)
 def test_a_mixture_launches_the_same_for_any_choice_and_reads_nothing_back(
     options: dict[str, Any],
     products: list[str],
@@ -162,9 +165,9 @@ def test_without_the_seam_there_are_more_launches(
 ) -> None:
     decoder = load("gemma3", **W8A8)
     together = len(_layer_launches(decoder, monkeypatch))
-    for name in ("norm_for", "norm_heads"):
+    for name in ("norm_for", "norm_heads", "gate_for"):
         monkeypatch.setattr(TritonBackend, name, getattr(ReferenceBackend, name))
-    assert len(_layer_launches(decoder, monkeypatch)) >= together + 9
+    assert len(_layer_launches(decoder, monkeypatch)) >= together + 10
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

@@ -8,7 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtool.formats import activations
-from qtool.formats.scheme import ActivationScheme, WeightScheme, fp8_scheme, weight_scheme
+from qtool.formats.scheme import (
+    ActivationScheme,
+    WeightScheme,
+    fp8_scheme,
+    w8a8_scheme,
+    weight_scheme,
+)
 from qtool.runtime.kernels.backend import RoundedRows
 from support.gemm import fenced, make_input, make_weight
 
@@ -16,12 +22,14 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from qtool.runtime.kernels.triton.backend import TritonBackend
 from qtool.runtime.kernels.triton.dequantize import dequantize
 from qtool.runtime.kernels.triton.gated import gated
 from qtool.runtime.kernels.triton.layout import pack
 from qtool.runtime.kernels.triton.norm import norm_heads, rms_norm, rms_norm_rounded
-from qtool.runtime.kernels.triton.round_input import round_input
+from qtool.runtime.kernels.triton.round_input import Gate, round_input
 from qtool.runtime.kernels.triton.rounding import DTYPES, through
+from qtool.runtime.kernels.triton.target import sample_target
 
 INT8 = ActivationScheme("int", "token")
 FP8 = ActivationScheme("float", "token")
@@ -176,6 +184,46 @@ def test_the_gate_is_torchs(gelu: bool, width: int) -> None:
     out = torch.full((3, width), torch.nan)
     gated(fenced(gate_up), out, gelu=gelu)
     torch.testing.assert_close(out, act * up, rtol=1e-5, atol=1e-6)
+
+
+STATIC = torch.tensor([0.02])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "static"),
+    [(INT8, None), (INT8, STATIC), (FP8, None), (FP8, STATIC), (BLOCKS, None)],
+    ids=["INT8", "INT8 static", "FP8", "FP8 static", "FP8 blocks"],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_a_gated_product_is_rounded_as_the_two_would_one_after_the_other(
+    scheme: ActivationScheme, dtype: torch.dtype, static: Tensor | None, gate: Gate
+) -> None:
+    gate_up = make_input(5, 600, dtype) * 3
+    gate_up[1, :300], gate_up[2, 0], gate_up[3] = 0, 1e4, gate_up[3] * 1e-3
+    out = torch.empty(5, 300)
+    gated(gate_up, out, gelu=gate == "gelu")
+    product = out.to(dtype)
+    apart = round_input(product, scheme, 384, static=static)
+    fused = round_input(fenced(gate_up), scheme, 384, static=static, gate=gate)
+    assert torch.equal(fused.codes.view(torch.uint8), apart.codes.view(torch.uint8))
+    assert torch.equal(fused.scales, apart.scales)
+    assert torch.equal(_values(fused)[:, :300], activations.round_input(product, scheme, static))
+
+
+def test_rows_too_wide_for_a_program_are_gated_and_rounded_apart() -> None:
+    from qtool.runtime.kernels.triton import linear
+
+    backend = TritonBackend(torch.device("cpu"), torch.float16, sample_target("sm_90"))
+    layer = backend.linear(make_weight(w8a8_scheme(), 64, 256), None)
+    gate_up = make_input(3, 512, torch.float16)
+    together = backend.gate_for(layer, gate_up, "silu")
+    assert isinstance(together, RoundedRows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "MAX_GATED", 128)
+        apart = backend.gate_for(layer, gate_up, "silu")
+    assert isinstance(apart, Tensor)
+    assert torch.equal(layer.read(together), layer.read(apart))
 
 
 @pytest.mark.parametrize(

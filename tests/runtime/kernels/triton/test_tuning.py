@@ -11,10 +11,13 @@ import pytest
 from qtool.runtime.kernels.triton.config import (
     BUCKETS,
     LONG_PROMPT,
+    ExpertsShape,
     GemmShape,
+    ProductShape,
     Tiles,
     configs_of,
     select_config,
+    select_experts_config,
 )
 from qtool.runtime.kernels.triton.layout import Codes
 from qtool.runtime.kernels.triton.target import sample_target
@@ -29,6 +32,7 @@ from qtool.runtime.kernels.triton.tuning import (
 
 TARGET = sample_target("sm_90")
 SHAPE = GemmShape(Codes.INT4, 4096, 32, 128, True, "groups")
+EXPERTS = ExpertsShape(SHAPE, experts=64, top_k=8)
 KEY = TunedFor("NVIDIA H200", "3.9")
 
 
@@ -44,10 +48,38 @@ def test_the_rules_choice_is_measured_first_and_its_neighbours_fit() -> None:
     assert candidates(TARGET, SHAPE, LONG_PROMPT) == (None,)
     integers = replace(SHAPE, codes=Codes.INT8_BYTES, grouped=False, zeros="constant")
     assert None not in candidates(TARGET, integers, 1024)
+    blocks = replace(SHAPE, codes=Codes.FP8, zeros="constant", token_steps=True)
+    for bucket in (*BUCKETS, LONG_PROMPT):
+        assert None not in candidates(TARGET, blocks, bucket), "tokens have scales a step"
+
+
+def test_experts_have_neighbours_and_are_never_dequantized() -> None:
+    for bucket in (*BUCKETS, LONG_PROMPT):
+        first, *others = candidates(TARGET, EXPERTS, bucket)
+        assert first == select_experts_config(TARGET, EXPERTS, bucket)
+        assert len(others) >= 2 and None not in others
+        limit = 1 if bucket == LONG_PROMPT else 8
+        assert all(tiles is not None and tiles.splits <= limit for tiles in others)
+
+
+def test_measured_tiles_of_experts_are_theirs_alone(tmp_path: Path) -> None:
+    def seconds(shape: ProductShape, tokens: int, tiles: Tiles | None) -> float:
+        return 9.0 if tiles is None else float(tiles.num_stages)
+
+    table = tune(TARGET, (EXPERTS,), seconds)
+    write_table(tmp_path / KEY.file_name, KEY, table)
+    read, _ = read_table(tmp_path, KEY)
+    assert read == table
+    for bucket in (*BUCKETS, LONG_PROMPT):
+        chosen = select_experts_config(TARGET, EXPERTS, bucket, read)
+        assert chosen == table[EXPERTS, bucket]
+        assert select_config(TARGET, SHAPE, bucket, read) == select_config(TARGET, SHAPE, bucket)
+        other = replace(EXPERTS, top_k=2)
+        assert select_experts_config(TARGET, other, bucket, read).num_stages >= chosen.num_stages
 
 
 def test_the_fastest_candidate_wins_and_serving_compiles_it() -> None:
-    def seconds(shape: GemmShape, tokens: int, tiles: Tiles | None) -> float:
+    def seconds(shape: ProductShape, tokens: int, tiles: Tiles | None) -> float:
         assert shape == SHAPE
         return 5.0 if tiles is None else float(tiles.num_stages)
 
