@@ -15,6 +15,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
+from gpu_limits import attention_target_of
 from torch import Tensor
 
 from qtool.runtime.batch import Batch, build_batch
@@ -122,11 +123,12 @@ def decode_attention(bench: Bench) -> Iterator[Row]:
             assert form is not None
             seconds, num_bytes = _decode_seconds(bench, plan, form, batch_size, context)
             wide = wide or seconds
-            label = "16-bit" if name == "wide" else name
+            label, speedup = "16-bit" if name == "wide" else name, wide / seconds
+            target = "" if name == "wide" else attention_target_of(name, context, speedup)
             yield bench.row(
                 "attention", label, (batch_size, context), batch_size,
                 seconds=seconds, of_ceiling=num_bytes / bench.bandwidth / seconds,
-                speedup=wide / seconds,
+                speedup=speedup, target=target,
             )  # fmt: skip
 
 

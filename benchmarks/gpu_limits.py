@@ -46,4 +46,20 @@ def target_of(tokens: int, of_ceiling: float, speedup: float) -> str:
         met, text = speedup >= 0.9, "0.9 x fp16"
     else:
         met, text = speedup >= 0.95, "0.95 x fp16"
+    return _verdict(text, met)
+
+
+def attention_target_of(form: str, context: int, speedup: float) -> str:
+    """What a decode step's attention should reach, and whether it does.
+
+    Args:
+        form: of the cache.
+        context: tokens of each sequence.
+        speedup: over 16-bit pages.
+    """
+    least = {"int8": 1.7, "int4": 2.3}.get(form, 1.0) if context >= 32768 else 1.0
+    return _verdict(f"{least} x 16-bit pages", speedup >= least)
+
+
+def _verdict(text: str, met: bool) -> str:
     return f"{text}: {'met' if met else 'missed'}"

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 import gpu_check
 import gpu_model
-from gpu_limits import Allowance, target_of
+from gpu_limits import Allowance, attention_target_of, target_of
 
 from qtool.runtime.config import parse_decoder_config
 
@@ -40,7 +40,7 @@ def test_every_section_reports_and_the_csv_has_it_all(
     assert all(row["verdict"] == "ok" and row["device"] == "interpreter" for row in rows)
     assert all(float(row["microseconds"]) > 0 for row in products)
     aimed = [row["name"] for row in rows if row["target"]]
-    assert aimed == ["W4A16 g128"] * 2 and "left out" not in sections
+    assert aimed == ["W4A16 g128"] * 2 + forms[1:] * 2 and "left out" not in sections
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +109,22 @@ def test_targets_follow_from_the_number_of_tokens(
     tokens: int, of_ceiling: float, speedup: float, expected: str
 ) -> None:
     assert target_of(tokens, of_ceiling, speedup) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "context", "speedup", "expected"),
+    [
+        ("int8", 4096, 1.0, "1.0 x 16-bit pages: met"),
+        ("int4", 4096, 0.99, "1.0 x 16-bit pages: missed"),
+        ("int8", 32768, 1.69, "1.7 x 16-bit pages: missed"),
+        ("int4", 131072, 2.3, "2.3 x 16-bit pages: met"),
+        ("fp8", 32768, 1.0, "1.0 x 16-bit pages: met"),
+    ],
+)
+def test_targets_of_attention_follow_from_form_and_context(
+    form: str, context: int, speedup: float, expected: str
+) -> None:
+    assert attention_target_of(form, context, speedup) == expected
 
 
 def test_the_model_has_the_shape_of_llama_3_8b() -> None:
