@@ -234,7 +234,9 @@ def _capture_first_inputs(
     arguments: list[dict[str, Any]] = [{} for _ in blocks]
     with ExitStack() as stubs:
         for index, block in enumerate(blocks):
-            stubs.callback(setattr, block, "forward", block.forward)
+            # Set again, the method would be held by the block that it holds: a cycle in every
+            # copy of a block, whose weights then wait for the garbage collector.
+            stubs.callback(delattr, block, "forward")
             block.forward = _stub(index, hidden, arguments)
         # One sample at a time, so that masks have a batch of one and fit any batch later.
         for sample in ids.split(1):
