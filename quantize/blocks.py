@@ -57,9 +57,9 @@ def quantize_blocks(
         walk = _open_walk(job, texts, work.state, originals=method.recipe.solve)
         stream = method.run(replace(job, walk=walk, first_block=first))
         for index in range(first, total if stop is None else stop):
-            like = _commit_next(stream, job, prefixes[index], walk, work, strict=options.strict)
+            found = _commit_next(stream, job, prefixes[index], walk, work, strict=options.strict)
             return_free_memory()
-            progress(Progress("quantize", index + 1, total, like))
+            progress(Progress("quantize", index + 1, total, found))
 
 
 def _open_walk(job: Job, texts: Texts, state: WalkState | None, *, originals: bool) -> Walk | None:
