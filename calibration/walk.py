@@ -161,7 +161,6 @@ class Walk:
             block.propagate()
         block.release()
         release_weights(block.module)
-        self._reader.close()  # a memory map counts as memory as far as it was read
         self._block = None
         self._index += 1
 
