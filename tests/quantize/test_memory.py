@@ -23,6 +23,7 @@ from qtool.quantize.pipeline import Progress, quantize_model
 from qtool.quantize.workspace import Workspace
 
 LAYERS = 4
+MAPS = Path("/proc/self/maps")
 
 
 @pytest.fixture
@@ -107,6 +108,23 @@ def test_the_original_is_gone_before_a_blocks_last_solve(
     _quantize(model_factory(layers=LAYERS), tmp_path, "gptq", lambda _: None)
     # Queries, keys and values; the attention's output; gate and up; down.
     assert gone == [False, False, False, True] * LAYERS
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="Linux shows what is mapped")
+def test_no_file_of_the_source_is_mapped_while_a_block_is_worked_on(
+    model_factory: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model_factory(layers=2)
+    mapped: list[bool] = []
+    observe = Workspace.observe_beside_original
+
+    def watched(work: Workspace, group: tuple[str, ...]) -> None:
+        mapped.append(str(source) in MAPS.read_text())
+        observe(work, group)
+
+    monkeypatch.setattr(Workspace, "observe_beside_original", watched)
+    _quantize(source, tmp_path, "gptq", lambda _: None)
+    assert len(mapped) == 8 and not any(mapped)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked")
