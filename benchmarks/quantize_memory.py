@@ -1,7 +1,8 @@
 """Does quantizing need memory for the model, or for a block? Peak memory against the blocks.
 
 Models of one shape with more and more blocks are made on the spot, of random weights, a shard a
-block, and quantized in processes of their own. The peaks of a run that streams do not grow.
+block, and quantized in processes of their own. The peaks of a run that streams do not grow, neither
+with the model nor from its first block to its last.
 
     python benchmarks/quantize_memory.py                       # 7B-shaped: 2, 4 and 8 of 32 blocks
     python benchmarks/quantize_memory.py --hidden 1024 --intermediate 2816 --heads 16 --blocks 2 4 8
@@ -27,6 +28,7 @@ WORKER = """
 import json, sys
 from pathlib import Path
 from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.phases import peak_memory, reset_peak_memory
 from qtool.quantize.pipeline import quantize_model
 
 source, out, text, method, samples, seq_len, threads = sys.argv[1:]
@@ -35,8 +37,18 @@ torch.set_num_threads(int(threads))
 options = QuantizeOptions(
     method=method, calibration=(text,), samples=int(samples), seq_len=int(seq_len), device="cpu"
 )
-quantize_model(Path(source), Path(out), options)
-print(json.dumps(json.loads((Path(out) / "qtool" / "run.json").read_text())["phases"]))
+blocks = []
+
+
+def listen(step):
+    if step.phase == "quantize":
+        blocks.append(peak_memory())
+        reset_peak_memory()
+
+
+quantize_model(Path(source), Path(out), options, listen)
+phases = json.loads((Path(out) / "qtool" / "run.json").read_text())["phases"]
+print(json.dumps({"blocks": blocks, "phases": phases}))
 """
 
 
@@ -109,7 +121,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
 
 
 def measure(folder: Path, shape: argparse.Namespace, blocks: int, method: str) -> dict[str, float]:
-    """Peak memory in bytes and seconds of the phase that quantizes."""
+    """Peak memory in bytes, of all and of two blocks; seconds of the phase that quantizes."""
     source, out, text = folder / f"model-{blocks}", folder / f"q-{blocks}", folder / "text.txt"
     numbers = torch.randint(1, 1000, (shape.samples * shape.seq_len * 2,)).tolist()
     text.write_text(" ".join(f"w{number}" for number in numbers), encoding="utf-8")
@@ -117,9 +129,12 @@ def measure(folder: Path, shape: argparse.Namespace, blocks: int, method: str) -
     arguments = [str(value) for value in (source, out, text, method, *sizes)]
     command = [sys.executable, "-c", WORKER, *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    phases = {phase["name"]: phase for phase in json.loads(done.stdout.splitlines()[-1])}
+    found = json.loads(done.stdout.splitlines()[-1])
+    phases = {phase["name"]: phase for phase in found["phases"]}
     return {
-        "peak": max(phase["peak_bytes"] for phase in phases.values()),
+        "peak": max(*found["blocks"], *(phase["peak_bytes"] for phase in phases.values())),
+        "first": found["blocks"][0],
+        "last": found["blocks"][-1],
         "seconds": phases["quantize"]["seconds"],
     }
 
@@ -136,7 +151,8 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     shape = parser.parse_args()
-    print("| method | blocks | weights, bf16 | peak memory | quantize |\n|---|---|---|---|---|")
+    print("| method | blocks | weights, bf16 | peak memory | first, last block | quantize |")
+    print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for blocks in shape.blocks:
             source = Path(folder) / f"model-{blocks}"
@@ -146,6 +162,7 @@ def main() -> None:
                 found = measure(Path(folder), shape, blocks, method)
                 print(
                     f"| {method} | {blocks} | {size / 1e9:.2f} GB | {found['peak'] / 1e9:.2f} GB | "
+                    f"{found['first'] / 1e9:.2f}, {found['last'] / 1e9:.2f} GB | "
                     f"{found['seconds']:.0f} s |",
                     flush=True,
                 )

@@ -63,8 +63,8 @@ class DecoderBlock:
         arguments: the block's other arguments, the same for every batch of samples.
         device: where the module is.
         original_inputs: what ``inputs`` are in the original model, or ``None`` if nobody asked.
-        original: the block as it computed before any of its weights was rounded; set by
-            :meth:`keep_original`.
+        original: the block as it computed before any of its weights was rounded, from
+            :meth:`keep_original` until nobody looks at it again.
     """
 
     index: int
@@ -172,7 +172,8 @@ class DecoderBlock:
             yield present, original
             if output is not None:
                 self._hand_on(then, output)
-        self._original_done = last
+        if last:
+            self.original, self._original_done = None, True
 
     def _inputs_of(
         self, module: nn.Module, names: Collection[str], hidden: Tensor, *, to_end: bool = False
@@ -225,13 +226,15 @@ class DecoderBlock:
             parent = module.get_submodule(linear.rpartition(".")[0])
             parent.forward = _Replay(module.get_submodule(linear), inputs, as_tuple=attention)
             module.get_submodule(norm).forward = _pass_through
-            self._replayed += [parent, module.get_submodule(norm)]
+            if module is self.module:  # the original is never run by itself again
+                self._replayed += [parent, module.get_submodule(norm)]
 
     def release(self) -> None:
-        """Let submodules run by themselves again."""
+        """Let submodules run by themselves again, and the original go."""
         for submodule in self._replayed:
             del submodule.forward
         self._replayed.clear()
+        self.original = None
 
     def capture(self, name: str, samples: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
         """Input of a submodule on some of the samples, and its other arguments.

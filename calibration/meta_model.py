@@ -62,6 +62,7 @@ def load_weights(
     """Read a module's parameters and persistent buffers from the checkpoint, in float32."""
     names = module.state_dict().keys()
     weights = {name: read_weight(reader, f"{prefix}.{name}", device) for name in names}
+    reader.close()  # a memory map counts as memory as far as it was read
     module.load_state_dict(weights, assign=True)
 
 

@@ -92,7 +92,7 @@ class Hessian(_RunningMean):
         """Take activations [tokens, features]."""
         x = x.detach().float()
         if x.shape[0]:
-            self._merge(_gram(x) / x.shape[0], x.shape[0])
+            self._merge(_gram(x).div_(x.shape[0]), x.shape[0])
 
 
 def _gram(x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class CrossMoment(_RunningMean):
     def update_pair(self, x: Tensor, y: Tensor) -> None:
         """Take activations x [tokens, features of x] and y [tokens, features of y]."""
         if x.shape[0]:
-            self._merge(y.T @ x / x.shape[0], x.shape[0])
+            self._merge((y.T @ x).div_(x.shape[0]), x.shape[0])
 
 
 class AbsMax(_Statistic):

@@ -161,7 +161,6 @@ class Walk:
             block.propagate()
         block.release()
         release_weights(block.module)
-        self._reader.close()  # a memory map counts as memory as far as it was read
         self._block = None
         self._index += 1
 
@@ -234,7 +233,9 @@ def _capture_first_inputs(
     arguments: list[dict[str, Any]] = [{} for _ in blocks]
     with ExitStack() as stubs:
         for index, block in enumerate(blocks):
-            stubs.callback(setattr, block, "forward", block.forward)
+            # Set again, the method would be held by the block that it holds: a cycle in every
+            # copy of a block, whose weights then wait for the garbage collector.
+            stubs.callback(delattr, block, "forward")
             block.forward = _stub(index, hidden, arguments)
         # One sample at a time, so that masks have a batch of one and fit any batch later.
         for sample in ids.split(1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -14,6 +14,7 @@ from qtool.quantize.assemble import block_tensors, cache_scales, head_tensors, o
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.phases import return_free_memory
 from qtool.quantize.prepare import Listener, Progress, Texts
 from qtool.quantize.report import ModuleRecord
 from qtool.quantize.work import WorkFolder
@@ -56,12 +57,9 @@ def quantize_blocks(
         walk = _open_walk(job, texts, work.state, originals=method.recipe.solve)
         stream = method.run(replace(job, walk=walk, first_block=first))
         for index in range(first, total if stop is None else stop):
-            with rounded_products():
-                block = next(stream)
-                if options.strict:
-                    _refuse_fallbacks(block.records)
-                _commit(job, prefixes[index], block, walk, work)
-            progress(Progress("quantize", index + 1, total, _describe(prefixes[index], block)))
+            found = _commit_next(stream, job, prefixes[index], walk, work, strict=options.strict)
+            return_free_memory()
+            progress(Progress("quantize", index + 1, total, found))
 
 
 def _open_walk(job: Job, texts: Texts, state: WalkState | None, *, originals: bool) -> Walk | None:
@@ -79,6 +77,24 @@ def _open_walk(job: Job, texts: Texts, state: WalkState | None, *, originals: bo
         watch_cache=job.kv_scales,
         state=state,
     )
+
+
+def _commit_next(
+    stream: Iterator[QuantizedBlock],
+    job: Job,
+    prefix: str,
+    walk: Walk | None,
+    work: WorkFolder,
+    *,
+    strict: bool,
+) -> str:
+    """Quantize a block, save it, and keep nothing of it but what it was like, in a few words."""
+    with rounded_products():
+        block = next(stream)
+        if strict:
+            _refuse_fallbacks(block.records)
+        _commit(job, prefix, block, walk, work)
+    return _describe(prefix, block)
 
 
 def _commit(

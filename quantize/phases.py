@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import time
 from collections.abc import Iterator
@@ -79,6 +80,17 @@ def peak_memory() -> int:
 def resident_memory() -> int:
     """Resident set in bytes now; 0 where the system does not say."""
     return _status_bytes("VmRSS")
+
+
+def return_free_memory() -> None:
+    """Give the system back what the C library keeps of freed memory; does nothing without glibc.
+
+    Tensors of less than 32 MB lie in glibc's heap, whose holes count as memory. Over 16 blocks of
+    hidden size 1024 they grew by 200 MB, and a call takes milliseconds.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _status_bytes(field: str) -> int:

@@ -135,7 +135,11 @@ class Workspace:
             self.inputs.update(dict.fromkeys(group, inputs))
 
     def observe_beside_original(self, group: tuple[str, ...]) -> None:
-        """Measure the input of one group as the block now is, and against the original's."""
+        """Measure the input of one group as the block now is, and against the original's.
+
+        It takes the place of all that was measured before, which no step looks at again.
+        """
+        self.inputs.clear()
         name = group[0]
         hessian, peak, drift = Hessian(name), AbsMax(name), CrossMoment(name)
         shortfall, sum_ = CrossMoment(name), self.family.sums.get(name)

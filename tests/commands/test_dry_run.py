@@ -131,8 +131,9 @@ def _alone(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
     [
         ["--method", "rtn", "--group-size", "64"],
         ["--method", "awq", "--group-size", "64", "--samples", "4", "--seq-len", "256"],
+        ["--method", "gptq", "--group-size", "64", "--samples", "4", "--seq-len", "256"],
     ],
-    ids=["rtn", "awq"],
+    ids=["rtn", "awq", "gptq"],
 )
 def test_the_forecast_is_within_a_quarter_of_the_run_on_smollm2(
     options: list[str], tmp_path: Path, checkout_env: dict[str, str]

@@ -204,6 +204,20 @@ def test_the_factor_reproduces_the_inverse() -> None:
     assert torch.equal(factor.upper, factor.upper.triu())
 
 
+def test_where_float32_fails_float64_begins_with_the_moment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hessian = _hessian(_inputs(96))
+    usual, invert = gptq.factorize(hessian), gptq._inverse_factor
+    monkeypatch.setattr(
+        gptq, "_inverse_factor", lambda h: invert(h) if h.dtype == torch.float64 else None
+    )
+    factor = gptq.factorize(hessian)
+    assert usual is not None and factor is not None
+    assert factor.remedy == "damping 0.01 in float64"
+    torch.testing.assert_close(factor.upper, usual.upper, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("with_shortfall", [False, True])
 @pytest.mark.parametrize(("tokens", "damping"), [(50, 40 / 50), (900, 0.3)])
 def test_a_retargeted_weight_is_the_ridge_regression_on_what_has_drifted(
