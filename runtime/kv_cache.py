@@ -17,6 +17,7 @@ from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.kernels.backend import AttentionScope, Backend
 from qtool.runtime.kernels.cpu.kv_attention import LayerCall
 from qtool.runtime.kernels.cpu.kv_pages import TILE, KvForm, KvPages
+from qtool.runtime.kv_groups import LayerGroups
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
@@ -106,6 +107,7 @@ class LayerCache(AttentionCache):
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
         num_tails: tail pages, where any layer keeps them.
         dtype: the compute dtype.
+        groups: which layers share blocks; all of them if ``None``.
 
     Attributes:
         votes: how much attention blocks are given, once :meth:`count_votes` is called.
@@ -120,6 +122,7 @@ class LayerCache(AttentionCache):
         num_tails: int,
         dtype: torch.dtype,
         device: torch.device,
+        groups: LayerGroups | None = None,
     ) -> None:
         schemes = form.schemes.layers
         kept = [index for index, scheme in enumerate(schemes) if scheme.has_tails]
@@ -131,11 +134,19 @@ class LayerCache(AttentionCache):
         self._tail_of = {layer: tails[:, number] for number, layer in enumerate(kept)}
         self._shape, self._dtype, self._device = shape, dtype, device
         scales = form.scales or (None,) * len(schemes)
-        self.layers = [
-            self._layer(*one) for one in zip(range(len(schemes)), schemes, scales, strict=True)
-        ]
-        self._batch: SegmentedBatch | None = None
-        pools = [pool for layer in self.layers for pool in layer.pools]
+        groups = groups or LayerGroups.single((None,) * len(schemes))
+        at_place: dict[int, CacheLayer] = {}
+        self.layers: list[CacheLayer] = []
+        for index, (_, place) in enumerate(groups.places):
+            if place in at_place:
+                tail = self._tail_of.get(index)
+                self.layers.append(at_place[place].beside(tail, scales[index]))
+            else:
+                self.layers.append(self._layer(index, schemes[index], scales[index]))
+                at_place[place] = self.layers[-1]
+        self._group_of = [group for group, _ in groups.places]
+        self._batches: list[SegmentedBatch] = []
+        pools = [pool for layer in at_place.values() for pool in layer.pools]
         super().__init__(shape[1], pools, [tails] if kept else [])
 
     def _layer(
@@ -158,9 +169,11 @@ class LayerCache(AttentionCache):
         backend: Backend,
     ) -> Tensor:
         """See :meth:`AttentionCache.attend`."""
-        if self._batch is None or self._batch.batch is not batch:
-            self._batch = SegmentedBatch(batch, self.block_size)
-        out = self.layers[layer].attend(q, keys, values, self._batch, scope, backend)
+        if not self._batches or self._batches[0].batch is not batch:
+            parts = (batch, *batch.more)
+            self._batches = [SegmentedBatch(part, self.block_size) for part in parts]
+        seen = self._batches[self._group_of[layer]]
+        out = self.layers[layer].attend(q, keys, values, seen, scope, backend)
         if self.votes is not None:
             self.votes.add(q, self.layers[layer], batch, scope)
         return out
@@ -184,6 +197,7 @@ class PagedCache(AttentionCache):
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
         num_tails: tail pages, where any layer keeps them.
         wide: the dtype of what is kept as it was computed: float32 or bfloat16.
+        groups: which layers share blocks; all of them if ``None``.
 
     Raises:
         UsageError: a block that is not made of whole tiles.
@@ -196,12 +210,15 @@ class PagedCache(AttentionCache):
         num_tails: int,
         wide: torch.dtype,
         library: ctypes.CDLL,
+        groups: LayerGroups | None = None,
     ) -> None:
         num_blocks, block_size, kv_heads, head_dim = shape
         if block_size % TILE:
             raise UsageError(f"block_size={block_size}: native CPU kernels need a multiple of 16")
         stored = KvForm(form.schemes.layers, wide, kv_heads, head_dim, form.scales)
-        self.pages, self._library = KvPages(stored, num_blocks, block_size, num_tails), library
+        groups = groups or LayerGroups.single((None,) * len(form.schemes.layers))
+        self.pages = KvPages(stored, num_blocks, block_size, num_tails, groups)
+        self._library = library
         tails = [] if self.pages.tails is None else [self.pages.tails]
         super().__init__(block_size, self.pages.blocks, tails)
 
@@ -216,5 +233,6 @@ class PagedCache(AttentionCache):
         backend: Backend,
     ) -> Tensor:
         """See :meth:`AttentionCache.attend`."""
-        call = LayerCall(self.pages, layer, q, (keys, values), batch, batch.tails, scope)
+        seen = batch.of_group(self.pages.structs[layer].group)
+        call = LayerCall(self.pages, layer, q, (keys, values), seen, batch.tails, scope)
         return call.run(self._library).to(q.dtype)

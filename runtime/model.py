@@ -13,6 +13,7 @@ from qtool.runtime.kernels.backend import Backend, LinearOp, Stream
 from qtool.runtime.kernels.cpu.kv_pages import takes
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import AttentionCache, BlockPools, CacheForm, LayerCache, PagedCache
+from qtool.runtime.kv_groups import LayerGroups
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
 
@@ -91,19 +92,27 @@ class Decoder:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         return self.kv.schemes.tail_bytes(heads, head_dim, self.kv_dtype.itemsize)
 
-    def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
+    def new_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_tails: int = 1,
+        groups: LayerGroups | None = None,
+    ) -> BlockPools:
         """An empty cache of the kind :meth:`forward` reads.
 
         Args:
             num_tails: sequences that may run at a time, where the form has tail pages.
+            groups: which layers share block tables; all of them if ``None``.
 
         Raises:
             UsageError: blocks that native kernels do not take.
         """
         shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
         if self.has_native_attention and isinstance(self.backend, NativeBackend):
-            return PagedCache(self.kv, shape, num_tails, self.kv_dtype, self.backend.library)
-        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device)
+            library = self.backend.library
+            return PagedCache(self.kv, shape, num_tails, self.kv_dtype, library, groups)
+        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device, groups)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:

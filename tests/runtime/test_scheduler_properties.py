@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qtool.errors import RequestError
 from qtool.runtime.admission import SchedulerConfig
+from qtool.runtime.block_refs import BlockRefs
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.prefix_cache import PrefixCache
@@ -31,7 +32,9 @@ from support.schedules import (
     SHARED_PREFIX,
     assert_streams_are_those_of_solo_runs,
     check_schedules,
+    layer_groups,
     limit,
+    longest,
     max_steps,
     no_window,
     random_config,
@@ -68,6 +71,16 @@ def test_with_tail_pages_the_tokens_are_the_same(window: Callable[[int], int | N
 
 
 @pytest.mark.parametrize("tails", [False, True])
+def test_groups_of_layers_give_every_request_its_solo_tokens_and_windows_their_blocks_back(
+    tails: bool,
+) -> None:
+    seeds = range(NUM_SCHEDULES // 8)
+    tried = check_schedules(seeds, no_window, tails=tails, more_windows=layer_groups)
+    assert tried["preemptions"] > 0.05 and tried["copies"] > 0.2 and tried["hits"] > 0.5
+    assert tried["finished"] > 3
+
+
+@pytest.mark.parametrize("tails", [False, True])
 def test_with_eviction_a_request_keeps_what_it_keeps_alone_and_no_more(tails: bool) -> None:
     seeds = range(NUM_SCHEDULES // 4)
     tried = check_schedules(seeds, no_window, remembers=False, tails=tails, evicts=True)
@@ -84,9 +97,10 @@ def test_many_more_schedules(window: Callable[[int], int | None]) -> None:
 class TestPlantedBugs:
     """The properties are worth something only if they fail when they should."""
 
-    def _is_caught(self, tails: bool = False, evicts: bool = False) -> bool:
+    def _is_caught(self, tails: bool = False, evicts: bool = False, groups: bool = False) -> bool:
+        more: Callable[[int], tuple[int, ...]] = layer_groups if groups else lambda seed: ()
         try:
-            check_schedules(range(150), no_window, not evicts, tails, evicts)
+            check_schedules(range(150), no_window, not evicts, tails, evicts, more)
         except (AssertionError, KeyError, IndexError):
             return True
         return False
@@ -95,6 +109,45 @@ class TestPlantedBugs:
         assert not self._is_caught()
         assert not self._is_caught(tails=True)
         assert not self._is_caught(evicts=True)
+        assert not self._is_caught(groups=True)
+
+    def test_a_window_that_is_forgotten_a_token_early(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def forget(blocks: BlockManager, sequence: Sequence) -> None:
+            sequence.num_computed += 1
+            _forget(blocks, sequence)
+            sequence.num_computed -= 1
+
+        _forget = BlockManager._forget
+        monkeypatch.setattr(BlockManager, "_forget", forget)
+        monkeypatch.setattr(Scheduler, "check_integrity", lambda _: None)
+        assert self._is_caught(groups=True)
+
+    def test_a_hit_of_which_one_group_alone_knows_enough(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        find = PrefixCache.find
+
+        def by_the_first(
+            prefixes: PrefixCache, sequence: Sequence, first_seen: list[Callable[[int], int]]
+        ) -> list[list[int]]:
+            (table,) = find(prefixes, sequence, first_seen[:1])
+            others = [
+                [prefixes._lookup(sequence, index, group) for index in range(len(table))]
+                for group in range(1, len(first_seen))
+            ]
+            return [table, *others]
+
+        monkeypatch.setattr(PrefixCache, "find", by_the_first)
+        monkeypatch.setattr(Scheduler, "check_integrity", lambda _: None)
+        assert self._is_caught(groups=True)
+
+    def test_groups_that_know_one_anothers_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lookup = PrefixCache._lookup
+        monkeypatch.setattr(PrefixCache, "_lookup", lambda *args: lookup(*args[:3], 0))
+        monkeypatch.setattr(Scheduler, "check_integrity", lambda _: None)
+        assert self._is_caught(groups=True)
 
     def test_a_chunk_that_goes_beyond_an_eviction(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(BlockManager, "room", lambda *_: 10**9)
@@ -134,11 +187,11 @@ class TestPlantedBugs:
         assert self._is_caught(tails=True)
 
     def test_a_reference_that_is_not_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def share(blocks: BlockManager, block: int) -> None:
-            blocks._idle.pop(block, None)
-            blocks._ref_counts[block] = max(blocks._ref_counts[block], 1)
+        def share(refs: BlockRefs, block: int) -> None:
+            refs._idle.pop(block, None)
+            refs._counts[block] = max(refs._counts[block], 1)
 
-        monkeypatch.setattr(BlockManager, "_share", share)
+        monkeypatch.setattr(BlockRefs, "share", share)
         assert self._is_caught()
 
     def test_the_same_where_the_books_are_not_checked(
@@ -235,6 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         remembers=st.booleans(),
         num_tails=st.sampled_from([None, 1, 6]),
         budget=st.sampled_from([None, None, 3, 5]),
+        more_windows=st.sampled_from([(), (), (4,), (9, 2)]),
     )
     def start(
         self,
@@ -250,11 +304,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         remembers: bool,
         num_tails: int | None,
         budget: int | None,
+        more_windows: tuple[int, ...],
     ) -> None:
         rule = None
         if budget is not None and num_slots // block_size >= budget:
             rule = EvictionRule(block_size, budget, budget // 2)
-            remembers, window, model_len = False, None, min(model_len, 60)
+            remembers, window, model_len, more_windows = False, None, min(model_len, 60), ()
+        if more_windows:
+            window = None
         config = SchedulerConfig(
             seqs,
             seqs + spare,
@@ -265,12 +322,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.engine = ScriptedEngine(
             config,
-            num_slots // block_size,
+            num_slots // block_size * (1 + len(more_windows)),
             block_size,
             window,
             remembers=remembers,
             num_tails=num_tails,
             rule=rule,
+            more_windows=more_windows,
         )
         self.num_added = 0
 
@@ -280,8 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def _longest(self) -> int:
-        num_slots = self.engine.blocks.num_slots if self.engine.rule is None else 10**9
-        return min(self.engine.config.max_model_len, num_slots)
+        return longest(self.engine)
 
     def _pick(self, which: int) -> Sequence:
         return self.engine.alive[which % len(self.engine.alive)]
