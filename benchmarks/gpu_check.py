@@ -8,6 +8,7 @@ dequantized product, inline assembly against the plain path bit for bit, splits 
 times over in a captured graph, norms and experts that share launches against those that do not.
 Then ceilings (copy, the vendor's 16-bit GEMM) and the kernels, with weights that rotate so that
 none stays in the cache, the linears of an 8B decoder's step, and steps of a whole one.
+attention_check.py has the same for attention over the paged cache.
 A row of the CSV has device and versions, time, and the share of the ceiling measured here.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 import triton
+from attention_check import attention_checks, decode_attention
 from gpu_model import decode_steps, model_checks
 from torch import Tensor
 from torch.nn import functional
@@ -300,7 +302,15 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(device, SMALL if chosen.small else FULL)
     rows: list[Row] = []
-    for section in (checks, ceilings, products, decoder_step, decode_steps):
+    for section in (
+        checks,
+        attention_checks,
+        ceilings,
+        products,
+        decoder_step,
+        decode_attention,
+        decode_steps,
+    ):
         for row in section(bench):
             rows.append(row)
             print(*list(asdict(row).values())[3:], sep="  ", flush=True)

@@ -38,7 +38,8 @@ def run(show: console.Show, *, everything: bool, arches: tuple[str, ...]) -> Non
     if note := gate.budget_note():
         show.note(note)
     cases = gate.all_cases() if everything else gate.budgeted_cases()
-    pairs = list(gate.pairs((*cases, *gate.rows_to_check()), chosen))
+    cases = (*cases, *gate.rows_to_check(), *gate.attention_to_check(everything=everything))
+    pairs = list(gate.pairs(cases, chosen))
     findings: list[Finding] = []
     with show.steps() as steps:
         for case, arch in pairs:
@@ -78,7 +79,7 @@ def _print(findings: Iterable[Finding], show: console.Show) -> None:
     table = Table(box=SIMPLE)
     for name in ("kernel", "tokens", "GPU", "tile", "matrix", "registers", "shared"):
         table.add_column(name, no_wrap=True)
-    table.add_column("i/weight", justify="right")
+    table.add_column("i/weight", justify="right")  # or an element of keys and values
     table.add_column("budget", justify="right")
     table.add_column("", no_wrap=True)
     for f in findings:

@@ -42,7 +42,6 @@ from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.sequence import FORGOTTEN, NO_TAIL, Sequence
 from qtool.runtime.tails import BlockCopy, TailPages
 
-
 # Block tables, one a group of layers.
 Tables = SequenceOf[list[int]]
 

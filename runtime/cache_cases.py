@@ -66,7 +66,7 @@ def cache_cases(
 
 
 def _evicting(case: CacheCase, budget: int, longest: int) -> CacheCase:
-    config, size = case.decoder.config, case.decoder.kv.schemes.block_size(None)
+    config, size = case.decoder.config, case.decoder.block_size()
     rule = eviction_rule("heavy-hitter", budget, size, config.windows, longest)
     assert rule is not None
     return replace(case, name=f"{case.name}, {rule.max_tokens} kept", eviction=rule)

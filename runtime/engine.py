@@ -59,7 +59,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         decoder = model.decoder
-        self._block_size = decoder.kv.schemes.block_size(options.block_size)
+        self._block_size = decoder.block_size(options.block_size)
         longest = model.max_model_len
         rule = eviction_rule(
             options.loading.kv_eviction,
@@ -76,6 +76,7 @@ class Engine:
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
         self._clock = clock
         self._cache = decoder.new_cache(size.blocks, self._block_size, size.tails, groups)
+        decoder.warm_up(self._cache)
         evictor = None if rule is None else new_evictor(rule, self._cache)
         prefixes = None
         if options.enable_prefix_caching and rule is None:

@@ -17,10 +17,12 @@ from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.kernels.backend import AttentionScope, Backend
 from qtool.runtime.kernels.cpu.kv_attention import LayerCall
 from qtool.runtime.kernels.cpu.kv_pages import TILE, KvForm, KvPages
+from qtool.runtime.kv_fused import FusedLayer, fused_layer
 from qtool.runtime.kv_groups import LayerGroups
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
+from qtool.runtime.rotary import RotaryRows, rotate
 from qtool.runtime.tails import BlockCopy
 
 
@@ -88,12 +90,14 @@ class AttentionCache(BlockPools, ABC):
         batch: Batch,
         scope: AttentionScope,
         backend: Backend,
+        rotary: RotaryRows | None = None,
     ) -> Tensor:
         """Store the batch's rows of one layer, and let its queries see what is stored.
 
         Args:
-            q: [T, num_heads, head_dim], rotated.
-            keys, values: [T, num_kv_heads, head_dim], keys rotated.
+            q: [T, num_heads, head_dim].
+            keys, values: [T, num_kv_heads, head_dim].
+            rotary: rows to rotate queries and keys by; ``None``: they are, or need not be.
 
         Returns:
             [T, num_heads, head_dim].
@@ -107,10 +111,12 @@ class LayerCache(AttentionCache):
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
         num_tails: tail pages, where any layer keeps them.
         dtype: the compute dtype.
+        backend: whose own pages are taken where it has them; ``None``: torch's everywhere.
         groups: which layers share blocks; all of them if ``None``.
 
     Attributes:
         votes: how much attention blocks are given, once :meth:`count_votes` is called.
+        num_groups: of layers; a batch has block tables for each.
     """
 
     votes: AttentionVotes | None = None
@@ -122,6 +128,7 @@ class LayerCache(AttentionCache):
         num_tails: int,
         dtype: torch.dtype,
         device: torch.device,
+        backend: Backend | None = None,
         groups: LayerGroups | None = None,
     ) -> None:
         schemes = form.schemes.layers
@@ -133,10 +140,11 @@ class LayerCache(AttentionCache):
         )
         self._tail_of = {layer: tails[:, number] for number, layer in enumerate(kept)}
         self._shape, self._dtype, self._device = shape, dtype, device
+        self._backend = backend
         scales = form.scales or (None,) * len(schemes)
         groups = groups or LayerGroups.single((None,) * len(schemes))
-        at_place: dict[int, CacheLayer] = {}
-        self.layers: list[CacheLayer] = []
+        at_place: dict[int, CacheLayer | FusedLayer] = {}
+        self.layers: list[CacheLayer | FusedLayer] = []
         for index, (_, place) in enumerate(groups.places):
             if place in at_place:
                 tail = self._tail_of.get(index)
@@ -145,17 +153,28 @@ class LayerCache(AttentionCache):
                 self.layers.append(self._layer(index, schemes[index], scales[index]))
                 at_place[place] = self.layers[-1]
         self._group_of = [group for group, _ in groups.places]
+        self.num_groups = len(groups.windows)
         self._batches: list[SegmentedBatch] = []
         pools = [pool for layer in at_place.values() for pool in layer.pools]
         super().__init__(shape[1], pools, [tails] if kept else [])
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether every layer is in the back end's own pages."""
+        return all(isinstance(layer, FusedLayer) for layer in self.layers)
+
     def _layer(
         self, index: int, scheme: KVScheme, scales: tuple[Tensor, Tensor] | None
-    ) -> CacheLayer:
+    ) -> CacheLayer | FusedLayer:
+        tails = self._tail_of.get(index)
+        if self._backend is not None:
+            fused = fused_layer(scheme, self._backend, self._shape, tails, scales)
+            if fused is not None:
+                return fused
         if scheme is WIDE:
             return WideLayer(self._shape, self._dtype, self._device)
-        if scheme.has_tails:
-            return PageLayer(scheme, self._shape, self._tail_of[index], self._device)
+        if tails is not None:
+            return PageLayer(scheme, self._shape, tails, self._device)
         return CodeLayer(scheme, self._shape, self._dtype, self._device, scales)
 
     def attend(
@@ -167,15 +186,19 @@ class LayerCache(AttentionCache):
         batch: Batch,
         scope: AttentionScope,
         backend: Backend,
+        rotary: RotaryRows | None = None,
     ) -> Tensor:
         """See :meth:`AttentionCache.attend`."""
         if not self._batches or self._batches[0].batch is not batch:
             parts = (batch, *batch.more)
             self._batches = [SegmentedBatch(part, self.block_size) for part in parts]
-        seen = self._batches[self._group_of[layer]]
-        out = self.layers[layer].attend(q, keys, values, seen, scope, backend)
+        part, seen = self.layers[layer], self._batches[self._group_of[layer]]
+        if isinstance(part, FusedLayer):
+            return part.attend(q, keys, values, seen.batch, scope, rotary)
+        q, keys = rotate(q, rotary), rotate(keys, rotary)
+        out = part.attend(q, keys, values, seen, scope, backend)
         if self.votes is not None:
-            self.votes.add(q, self.layers[layer], batch, scope)
+            self.votes.add(q, part, batch, scope)
         return out
 
     def count_votes(self) -> AttentionVotes:
@@ -231,8 +254,10 @@ class PagedCache(AttentionCache):
         batch: Batch,
         scope: AttentionScope,
         backend: Backend,
+        rotary: RotaryRows | None = None,
     ) -> Tensor:
         """See :meth:`AttentionCache.attend`."""
+        q, keys = rotate(q, rotary), rotate(keys, rotary)
         seen = batch.of_group(self.pages.structs[layer].group)
         call = LayerCall(self.pages, layer, q, (keys, values), seen, batch.tails, scope)
         return call.run(self._library).to(q.dtype)

@@ -92,7 +92,7 @@ class LayerGroups:
         return sum(min(filled, most_held(w, chunk, block_size)) for w in self.windows)
 
     def longest(self, num_blocks: int, block_size: int, chunk: int) -> int:
-        """Tokens of the longest sequence that so many blocks hold, which come ``chunk`` at a time."""
+        """Tokens of the longest sequence that fits so many blocks, ``chunk`` tokens at a time."""
         bounds = [most_held(window, chunk, block_size) for window in self.windows]
         return longest_table(bounds, num_blocks) * block_size
 

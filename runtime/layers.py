@@ -11,7 +11,7 @@ from qtool.runtime.batch import Batch
 from qtool.runtime.config import Activation, DecoderConfig
 from qtool.runtime.kernels.backend import AttentionScope, Backend, LinearOp, Rows, Stream
 from qtool.runtime.kv_cache import AttentionCache
-from qtool.runtime.rotary import RotaryRows, rotate
+from qtool.runtime.rotary import RotaryRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,8 @@ class Attention:
         q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = backend.norm_heads(q, k, self.q_norm, self.k_norm, config.norm_eps)
-        if self.rope is not None:
-            q, k = rotate(q, rotary[self.rope]), rotate(k, rotary[self.rope])
-        out = cache.attend(layer, q, k, v, batch, self.scope, backend)
+        turn = None if self.rope is None else rotary[self.rope]
+        out = cache.attend(layer, q, k, v, batch, self.scope, backend, turn)
         return self.output(out.flatten(1))
 
 

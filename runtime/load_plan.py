@@ -14,8 +14,10 @@ from itertools import groupby
 from qtool.runtime.eviction import EvictionRule
 from qtool.runtime.kernels.backend import Backend, LinearOp
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
+from qtool.runtime.kv_fused import why_not_fused
 from qtool.runtime.kv_groups import LayerGroups, most_held
-from qtool.runtime.loaded_model import LoadedModel, refuse_notes
+from qtool.runtime.kv_schemes import WIDE
+from qtool.runtime.loaded_model import EVICTION_OBSTACLE, LoadedModel, refuse_notes
 from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import EngineOptions
@@ -69,7 +71,7 @@ def make_plan(
         kv_window_bytes=_window_bytes(groups, decoder.kv_bytes_per_token, block_size),
         kv_sequence_blocks=_sequence_blocks(groups, model.max_model_len, block_size),
         kv_groups=_describe(groups, decoder.config.windows),
-        parts=(*_linears(model), *_operations(model, evicts=eviction is not None)),
+        parts=(*_linears(model), *_operations(model, block_size, evicts=eviction is not None)),
         batch_invariance=invariance_cost(decoder) if options.loading.batch_invariant else "",
         prefix_caching=options.enable_prefix_caching and eviction is None,
         scheduling_policy=options.scheduling_policy,
@@ -148,13 +150,17 @@ def _linears(model: LoadedModel) -> Iterator[PlannedPart]:
         yield PlannedPart(part, kernel, len(ops), sum(op.num_bytes for op in ops), why)
 
 
-def _operations(model: LoadedModel, *, evicts: bool) -> Iterator[PlannedPart]:
+def _operations(model: LoadedModel, block_size: int, *, evicts: bool) -> Iterator[PlannedPart]:
     decoder = model.decoder
     backend: Backend = decoder.backend
     why = model.reason
     if isinstance(backend, NativeBackend) and not isinstance(decoder, NativeDecoder):
         backend, why = backend.plain, "the decoder does not run as one native call a step"
     layers = decoder.config.num_layers
+    if backend.fused_kernel:
+        yield from _paged_attention(decoder, block_size, why)
+        yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)
+        return
     attention, reason = backend.attention_kernel, why
     if decoder.has_native_attention and not isinstance(decoder, NativeDecoder):
         attention, reason = "native, paged, a call a layer", model.reason
@@ -166,3 +172,19 @@ def _operations(model: LoadedModel, *, evicts: bool) -> Iterator[PlannedPart]:
             )
     yield PlannedPart("attention", attention, layers, 0, reason)
     yield PlannedPart("norm", backend.norm_kernel, 2 * layers + 1, 0, why)
+
+
+def _paged_attention(decoder: Decoder, block_size: int, why: str) -> Iterator[PlannedPart]:
+    """Attention by what the layers store, where the back end has pages of its own."""
+    backend = decoder.backend
+    for scheme, count in Counter(decoder.kv.schemes.layers).items():
+        name = str(decoder.dtype).removeprefix("torch.") if scheme is WIDE else scheme.name
+        obstacle: str | None = EVICTION_OBSTACLE
+        if not decoder.kv.counts_votes:
+            obstacle = why_not_fused(scheme, backend, decoder.config.head_dim, block_size)
+        if obstacle is None:
+            yield PlannedPart("attention", f"{backend.fused_kernel}, {name}", count, 0, why)
+        else:
+            yield PlannedPart(
+                "attention", f"{backend.attention_kernel}, {name}", count, 0, obstacle
+            )

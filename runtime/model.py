@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from qtool.runtime.batch import Batch
+from qtool.runtime.batch import Batch, QuerySpan
 from qtool.runtime.config import DecoderConfig
 from qtool.runtime.kernels.backend import Backend, LinearOp, Stream
 from qtool.runtime.kernels.cpu.kv_pages import takes
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import AttentionCache, BlockPools, CacheForm, LayerCache, PagedCache
+from qtool.runtime.kv_fused import block_size_of
 from qtool.runtime.kv_groups import LayerGroups
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
@@ -77,10 +78,18 @@ class Decoder:
             return str(self.kv_dtype).removeprefix("torch.")
         return self.kv.schemes.description
 
+    def block_size(self, asked: int | None = None) -> int:
+        """Tokens of a block of its cache: what was asked for, or what it needs or wants.
+
+        Raises:
+            UsageError: the form of the cache needs another number.
+        """
+        return block_size_of(self.kv.schemes, self.backend, asked)
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Memory that one token's keys and values take, scales included, tail pages not."""
-        config, size = self.config, self.kv.schemes.block_size(None)
+        config, size = self.config, self.block_size()
         page = self.kv.schemes.page_bytes(
             size, config.num_kv_heads, config.head_dim, self.kv_dtype.itemsize
         )
@@ -112,7 +121,21 @@ class Decoder:
         if self.has_native_attention and isinstance(self.backend, NativeBackend):
             library = self.backend.library
             return PagedCache(self.kv, shape, num_tails, self.kv_dtype, library, groups)
-        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device, groups)
+        # Eviction needs votes, which are counted from pages that torch can read.
+        pages = None if self.kv.counts_votes else self.backend
+        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device, pages, groups)
+
+    def warm_up(self, cache: BlockPools) -> None:
+        """Compile what steps need before the first request; nothing is stored in blocks."""
+        if not isinstance(cache, LayerCache) or not cache.is_fused:
+            return
+        for rows in self.backend.warm_up_rows:
+            positions = torch.arange(rows, device=self.device)
+            tables = positions.new_zeros(1, -(-rows // cache.block_size))
+            tokens, span = torch.zeros_like(positions), QuerySpan(0, rows, rows)
+            nowhere, last = positions.new_full((rows,), -1), positions[-1:]
+            batch = Batch(tokens, positions, nowhere, (span,), tables, last, (0,))
+            self.forward(replace(batch, more=(batch,) * (cache.num_groups - 1)), cache)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:

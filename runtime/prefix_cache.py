@@ -5,8 +5,8 @@ with the form of the cache, the block size and the request's salt, so tenants wi
 never share a block, nor learn from the time an answer takes what others have asked. On a hit the
 tokens are compared as well: a colliding digest is a miss, not somebody else's text.
 
-Layers that have block tables of their own (:mod:`.kv_groups`) have blocks of their own, known under the
-same digests.
+Layers that have block tables of their own (:mod:`.kv_groups`) have blocks of their own, known
+under the same digests.
 
 Who owns a block, and when one that is known is given to somebody else, is
 :class:`~qtool.runtime.blocks.BlockManager`'s business.

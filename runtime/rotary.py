@@ -106,8 +106,14 @@ class Rotary:
         return RotaryRows(self.cos[positions], self.sin[positions])
 
 
-def rotate(x: Tensor, rows: RotaryRows) -> Tensor:
-    """Rotate heads x [T, H, D] by the angles of their tokens; channels behind these stay."""
+def rotate(x: Tensor, rows: RotaryRows | None) -> Tensor:
+    """Rotate heads x [T, H, D] by the angles of their tokens; channels behind these stay.
+
+    Args:
+        rows: ``None`` where a layer's heads are not rotated.
+    """
+    if rows is None:
+        return x
     width = rows.cos.shape[-1]
     turning, rest = x[..., :width], x[..., width:]
     half = width // 2

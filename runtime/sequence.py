@@ -34,7 +34,7 @@ class Sequence:
         deadline: when it ends whatever it has, on the clock of ``Scheduler.expire``.
         arrival: position among all sequences ever added; breaks ties of priority.
         block_table: physical block of each logical block of tokens that was not evicted.
-        more_tables: the same for further groups of layers (:mod:`.kv_groups`), as long as the first.
+        more_tables: the same for further groups of layers (:mod:`.kv_groups`), each as long.
         tail: the page that holds its unfinished block, where the cache keeps those aside.
         num_computed: how many tokens, from the first, have their keys and values in the cache.
         num_evicted: how many of these were evicted: their blocks are gone from the table, and those

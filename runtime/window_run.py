@@ -31,7 +31,7 @@ class WindowRun:
     def __init__(
         self, decoder: Decoder, window: list[int], eviction: EvictionRule | None = None
     ) -> None:
-        self._block_size = decoder.kv.schemes.block_size(None)
+        self._block_size = decoder.block_size()
         blocks = -(-len(window) // self._block_size) if eviction is None else eviction.budget
         self._decoder = decoder
         self.cache = decoder.new_cache(blocks, self._block_size)

@@ -50,7 +50,7 @@ RUNTIME_LAYERS = [
     {"model", "loader", "sampler", "logprobs", "tokenizer"},
     {"moe"},
     {"batch", "config", "families", "linear", "layers", "rope_config", "rotary"}
-    | {"kv_cache", "kv_layers", "kv_codes", "kv_segments", "attention_votes"},
+    | {"kv_cache", "kv_fused", "kv_layers", "kv_codes", "kv_segments", "attention_votes"},
     {"kernels"},
 ]
 # These hold no tensors: any runtime module may import them, and they import only each other.

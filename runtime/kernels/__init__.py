@@ -84,8 +84,7 @@ def _select_triton(
         from qtool.runtime.kernels.triton.tuning import read_table
 
         table, stale = read_table(cache_folder(), tuned_for(device))
-        slow = "attention runs on plain torch, row by row: correct, but slow"
-        notes = (slow, stale) if stale else (slow,)
+        notes = (stale,) if stale else ()
         tuned = "tuned" if table else "not tuned"
         backend = TritonBackend(device, dtype, target, table)
         return Selection(backend, f"a GPU: {target.arch}, {tuned}", notes)

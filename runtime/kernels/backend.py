@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,19 @@ class AttentionLayout(Protocol):
     def block_tables(self) -> Tensor: ...
     @property
     def is_decode(self) -> bool: ...
+
+
+class PagedBatch(AttentionLayout, Protocol):
+    """A batch that is stored too (:class:`qtool.runtime.batch.Batch` is one).
+
+    ``slots`` int64 [T] say where rows are stored, block by block, -1 nowhere; ``tails`` each
+    sequence's tail page, where the cache has them.
+    """
+
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def tails(self) -> tuple[int, ...]: ...
 
 
 class Span(Protocol):
@@ -88,6 +101,71 @@ class Stream:
     rows: Tensor
     update: Tensor | None = None
     update_norm: Tensor | None = None
+
+
+# How an element is stored: in the compute dtype, or as a code of a grid.
+PageCodes = Literal["wide", "int8", "fp8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageForm:
+    """What lies in the pages of one layer.
+
+    Codes of 8 bits have a scale a token and head, keys of 4 bits a grid a channel and page,
+    values of 4 bits one a group of channels.
+
+    Attributes:
+        is_static: all keys, and all values, of a head have one scale, which is given.
+    """
+
+    keys: PageCodes
+    values: PageCodes
+    is_static: bool = False
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether a page is stored when it is full, and kept aside until then."""
+        return self.keys == "int4"
+
+
+class FusedCache(ABC):
+    """One layer's keys and values in pages of the back end's own: rotated, stored, attended to.
+
+    Attributes:
+        pools: tensors [num_blocks, ...]; a block's share is its entry in each.
+    """
+
+    pools: list[Tensor]
+
+    @abstractmethod
+    def beside(self, tails: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> FusedCache:
+        """Another layer's, of the same form, in other blocks of the same pools.
+
+        Args:
+            tails, scales: the other's, where the form has them.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        batch: PagedBatch,
+        scope: AttentionScope,
+    ) -> Tensor:
+        """Store the batch's rows, and let its queries see what is stored.
+
+        Args:
+            q: [T, num_heads, head_dim], not rotated.
+            keys, values: [T, num_kv_heads, head_dim].
+            rotary: cosines and sines of the rows, [T, rotary_dim] in the compute dtype; ``None``
+                where positions are not rotated.
+
+        Returns:
+            [T, num_heads, head_dim].
+        """
 
 
 class LinearOp(ABC):
@@ -161,6 +239,9 @@ class Backend(ABC):
     name: ClassVar[str]
     attention_kernel: ClassVar[str]  # what runs, for people
     norm_kernel: ClassVar[str]
+    fused_kernel: ClassVar[str] = ""  # what runs over pages of its own, if it has any
+    # Tokens of a block that its own pages want, where nobody asks for a number.
+    block_size: ClassVar[int | None] = None
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
@@ -200,6 +281,33 @@ class Backend(ABC):
     def router(self, weight: Tensor) -> LinearOp:
         """Prepare a small plain weight that decides; float32, so that near ties do not flip."""
         return type(self)(self.device, torch.float32).linear(weight, None)
+
+    def why_not_fused(self, form: PageForm, head_dim: int, block_size: int) -> str | None:
+        """What keeps it from having pages of its own for a layer, or ``None``."""
+        return f"the back end {self.name} has none of its own"
+
+    def fused_cache(
+        self,
+        form: PageForm,
+        shape: tuple[int, int, int, int],
+        *,
+        tails: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> FusedCache:
+        """A layer's pages, where :meth:`why_not_fused` finds nothing.
+
+        Args:
+            shape: (num_blocks, block_size, num_kv_heads, head_dim).
+            tails: [num_tails, keys and values, block_size, num_kv_heads, head_dim] in the compute
+                dtype, where the form has them.
+            scales: keys' and values', float32 [1] or [num_kv_heads, 1], where the form is static.
+        """
+        raise NotImplementedError
+
+    @property
+    def warm_up_rows(self) -> tuple[int, ...]:
+        """Rows of steps that compile what else serving can need, once there is a cache."""
+        return ()
 
     def warm_up(self) -> None:
         """Compile what serving can need; once, when all weights are prepared."""

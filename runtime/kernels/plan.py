@@ -15,6 +15,7 @@ from torch import Tensor
 from qtool.formats.scheme import WeightScheme, weight_scheme
 from qtool.formats.tensor import QuantizedTensor
 from qtool.runtime.kernels import Selection, select_backend
+from qtool.runtime.kernels.backend import Backend
 
 SAMPLE_SHAPE = (256, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,7 +73,7 @@ def _kernels(dtype: str, device: torch.device) -> Iterator[PlannedKernel]:
     size = operation.num_bytes / dense.numel()
     yield planned(plain, "linear dense", operation.kernel, size=size)
     for weights, selection in (("quantized", chosen), ("dense", plain)):
-        yield planned(selection, f"attention, {weights}", selection.backend.attention_kernel)
+        yield planned(selection, f"attention, {weights}", _attention(selection.backend))
         yield planned(selection, f"norm, {weights}", selection.backend.norm_kernel)
 
 
@@ -84,3 +85,8 @@ def _sample(scheme: WeightScheme, device: torch.device) -> QuantizedTensor:
         zeros=torch.full(grid, scheme.symmetric_zero, dtype=torch.uint8, device=device),
         scheme=scheme,
     )
+
+
+def _attention(backend: Backend) -> str:
+    """What runs where a model's heads and the cache's form are those that kernels take."""
+    return backend.fused_kernel or backend.attention_kernel

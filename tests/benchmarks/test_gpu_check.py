@@ -30,6 +30,10 @@ def test_every_section_reports_and_the_csv_has_it_all(
         (f"decode, {name}, captured", batch) for name in ("bf16", "W4A16 g128") for batch in "12"
     ]
     assert all(float(row["microseconds"]) > 0 for row in steps)
+    forms = ["16-bit", "fp8", "int8", "k8v4", "int4"]
+    assert sections.count("attention check") == len(forms)
+    attention = [(r["name"], r["rows"], r["columns"]) for r in rows if r["section"] == "attention"]
+    assert attention == [(form, batch, "70") for batch in "12" for form in forms]
     products = [row for row in rows if row["section"] == "product"]
     assert len(products) == 2 * (1 + len(gpu_check.SCHEMES))
     assert all(row["verdict"] == "ok" and row["device"] == "interpreter" for row in rows)

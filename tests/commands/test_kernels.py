@@ -23,10 +23,10 @@ from qtool.runtime.kernels.triton.machine_code import MachineCode
 CODE = MachineCode(96, 0, 25600, frozenset({"HMMA"}), ("HMMA",) * 256)
 
 
-def _fake_gate(rows: int = 0, **violations: tuple[str, ...]) -> Any:
+def _fake_gate(rows: int = 0, attention: int = 0, **violations: tuple[str, ...]) -> Any:
     """The real gate, but for compiling: each architecture has the violations given."""
 
-    def check(case: gate.Case | gate.RowCase, arch: str) -> gate.Finding:
+    def check(case: gate.AnyCase, arch: str) -> gate.Finding:
         found = violations.get(arch, ())
         if isinstance(case, gate.RowCase):
             return gate.Finding(case, arch, None, CODE, None, None, found)
@@ -43,6 +43,7 @@ def _fake_gate(rows: int = 0, **violations: tuple[str, ...]) -> Any:
         budgeted_cases=one_case,
         all_cases=all_cases,
         rows_to_check=lambda: gate.rows_to_check()[:rows],
+        attention_to_check=lambda everything: gate.budgeted_attention()[:attention],
         budget_note=lambda: None,
         pairs=gate.pairs,
         check=check,
@@ -73,6 +74,18 @@ def test_kernels_without_a_product_have_rows_too(
     kernels.run(Show(quiet=True), everything=False, arches=("sm_80",))
     monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(rows=1, sm_80=("a fault",)))
     with pytest.raises(KernelError, match="norm, sm_80: a fault"):
+        kernels.run(Show(quiet=True), everything=False, arches=("sm_80",))
+
+
+def test_attention_has_rows_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(attention=1))
+    kernels.run(Show(as_json=True, quiet=True), everything=False, arches=("sm_80",))
+    found = json.loads(capsys.readouterr().out)["kernels"]
+    assert [row["kernel"] for row in found][1:] == ["attention 16-bit"]
+    monkeypatch.setattr(kernels, "load_gate", lambda: _fake_gate(attention=1, sm_80=("a fault",)))
+    with pytest.raises(KernelError, match="attention 16-bit, 1 tokens, sm_80: a fault"):
         kernels.run(Show(quiet=True), everything=False, arches=("sm_80",))
 
 

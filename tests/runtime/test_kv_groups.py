@@ -1,4 +1,4 @@
-"""Layers that see equally far share block tables: which do, and that nobody can tell from tokens."""
+"""Layers that see equally far share block tables: which do, and that no token tells."""
 
 from __future__ import annotations
 

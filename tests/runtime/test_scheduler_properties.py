@@ -32,7 +32,6 @@ from support.schedules import (
     SHARED_PREFIX,
     assert_streams_are_those_of_solo_runs,
     check_schedules,
-    layer_groups,
     limit,
     longest,
     max_steps,
@@ -71,16 +70,6 @@ def test_with_tail_pages_the_tokens_are_the_same(window: Callable[[int], int | N
 
 
 @pytest.mark.parametrize("tails", [False, True])
-def test_groups_of_layers_give_every_request_its_solo_tokens_and_windows_their_blocks_back(
-    tails: bool,
-) -> None:
-    seeds = range(NUM_SCHEDULES // 8)
-    tried = check_schedules(seeds, no_window, tails=tails, more_windows=layer_groups)
-    assert tried["preemptions"] > 0.05 and tried["copies"] > 0.2 and tried["hits"] > 0.5
-    assert tried["finished"] > 3
-
-
-@pytest.mark.parametrize("tails", [False, True])
 def test_with_eviction_a_request_keeps_what_it_keeps_alone_and_no_more(tails: bool) -> None:
     seeds = range(NUM_SCHEDULES // 4)
     tried = check_schedules(seeds, no_window, remembers=False, tails=tails, evicts=True)
@@ -97,10 +86,9 @@ def test_many_more_schedules(window: Callable[[int], int | None]) -> None:
 class TestPlantedBugs:
     """The properties are worth something only if they fail when they should."""
 
-    def _is_caught(self, tails: bool = False, evicts: bool = False, groups: bool = False) -> bool:
-        more: Callable[[int], tuple[int, ...]] = layer_groups if groups else lambda seed: ()
+    def _is_caught(self, tails: bool = False, evicts: bool = False) -> bool:
         try:
-            check_schedules(range(150), no_window, not evicts, tails, evicts, more)
+            check_schedules(range(150), no_window, not evicts, tails, evicts)
         except (AssertionError, KeyError, IndexError):
             return True
         return False
@@ -109,45 +97,6 @@ class TestPlantedBugs:
         assert not self._is_caught()
         assert not self._is_caught(tails=True)
         assert not self._is_caught(evicts=True)
-        assert not self._is_caught(groups=True)
-
-    def test_a_window_that_is_forgotten_a_token_early(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def forget(blocks: BlockManager, sequence: Sequence) -> None:
-            sequence.num_computed += 1
-            _forget(blocks, sequence)
-            sequence.num_computed -= 1
-
-        _forget = BlockManager._forget
-        monkeypatch.setattr(BlockManager, "_forget", forget)
-        monkeypatch.setattr(Scheduler, "check_integrity", lambda _: None)
-        assert self._is_caught(groups=True)
-
-    def test_a_hit_of_which_one_group_alone_knows_enough(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        find = PrefixCache.find
-
-        def by_the_first(
-            prefixes: PrefixCache, sequence: Sequence, first_seen: list[Callable[[int], int]]
-        ) -> list[list[int]]:
-            (table,) = find(prefixes, sequence, first_seen[:1])
-            others = [
-                [prefixes._lookup(sequence, index, group) for index in range(len(table))]
-                for group in range(1, len(first_seen))
-            ]
-            return [table, *others]
-
-        monkeypatch.setattr(PrefixCache, "find", by_the_first)
-        monkeypatch.setattr(Scheduler, "check_integrity", lambda _: None)
-        assert self._is_caught(groups=True)
-
-    def test_groups_that_know_one_anothers_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        lookup = PrefixCache._lookup
-        monkeypatch.setattr(PrefixCache, "_lookup", lambda *args: lookup(*args[:3], 0))
-        monkeypatch.setattr(Scheduler, "check_integrity", lambda _: None)
-        assert self._is_caught(groups=True)
 
     def test_a_chunk_that_goes_beyond_an_eviction(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(BlockManager, "room", lambda *_: 10**9)

@@ -33,7 +33,7 @@ class ScriptedDecoder:
     device: torch.device = torch.device("cpu")
     backend: Any = field(
         default_factory=lambda: SimpleNamespace(
-            name="scripted", attention_kernel="none", norm_kernel="none"
+            name="scripted", attention_kernel="none", norm_kernel="none", fused_kernel=""
         )
     )
     linears: Mapping[str, Any] = field(default_factory=dict)
@@ -44,6 +44,12 @@ class ScriptedDecoder:
     has_native_attention: bool = False
     kv: CacheForm = CacheForm.uniform(WIDE, 1)
     _script_of: dict[int, int] = field(default_factory=dict)
+
+    def block_size(self, asked: int | None = None) -> int:
+        return self.kv.schemes.block_size(asked)
+
+    def warm_up(self, cache: object) -> None:
+        """There is nothing to compile."""
 
     def new_cache(
         self,

@@ -1,8 +1,7 @@
-"""The GPU back end: Triton for quantized linears, norms and gates.
+"""The GPU back end: Triton for quantized linears, norms, gates, and attention over its own pages.
 
-Plain weights are multiplied by the vendor's GEMM. Attention is still the reference's, in plain
-torch. What has no packed form (odd groups, scales of more than 20 bits, float32) is held dense,
-and says so in its kernel's name.
+Plain weights are multiplied by the vendor's GEMM. What has no packed form (odd groups, scales of
+more than 20 bits, float32) is held dense, and says so in its kernel's name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton
 from torch import Tensor
 
 from qtool.formats.tensor import QuantizedTensor
-from qtool.runtime.kernels.backend import ExpertsOp, LinearOp, Rows, Stream
+from qtool.runtime.kernels.backend import ExpertsOp, FusedCache, LinearOp, PageForm, Rows, Stream
 from qtool.runtime.kernels.cpu.torch_ops import DenseLinear
 from qtool.runtime.kernels.reference import (
     ReferenceBackend,
@@ -22,9 +21,11 @@ from qtool.runtime.kernels.reference import (
     dense_weight,
     rounds_input,
 )
+from qtool.runtime.kernels.triton.attention_config import why_not_attention
 from qtool.runtime.kernels.triton.config import TileTable
 from qtool.runtime.kernels.triton.experts import PackedExperts, why_apart
 from qtool.runtime.kernels.triton.gated import gated
+from qtool.runtime.kernels.triton.kv_pages import FEW_ROWS, PlanCache, TritonPages
 from qtool.runtime.kernels.triton.launch import Workspace, is_interpreted
 from qtool.runtime.kernels.triton.layout import GATE_ROWS, pack, why_not_packable
 from qtool.runtime.kernels.triton.linear import (
@@ -55,6 +56,8 @@ class TritonBackend(ReferenceBackend):
 
     name = "triton"
     norm_kernel = "triton"
+    fused_kernel = "triton paged"
+    block_size = 64
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class TritonBackend(ReferenceBackend):
         self.target, self._place = target, Place(target, Workspace.on(device), table)
         self._packed: list[PackedLinear] = []
         self._experts: list[PackedExperts] = []
+        self._plans = PlanCache(target)
 
     def linear(self, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> LinearOp:
         bias = None if bias is None else bias.to(self.device)
@@ -147,6 +151,22 @@ class TritonBackend(ReferenceBackend):
     def router(self, weight: Tensor) -> LinearOp:
         return self._in_float32(weight)
 
+    def why_not_fused(self, form: PageForm, head_dim: int, block_size: int) -> str | None:
+        return why_not_attention(form, head_dim, block_size, self.dtype)
+
+    def fused_cache(
+        self,
+        form: PageForm,
+        shape: tuple[int, int, int, int],
+        *,
+        tails: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> FusedCache:
+        return TritonPages(
+            form, shape, self.dtype, self.device, self.target, self._place.workspace, self._plans,
+            tails=tails, scales=scales,
+        )  # fmt: skip
+
     def _in_float32(self, weight: Tensor | QuantizedTensor) -> LinearOp:
         return TritonBackend(self.device, torch.float32, self.target).linear(weight, None)
 
@@ -168,6 +188,11 @@ class TritonBackend(ReferenceBackend):
             operation.warm_up()
         for experts in self._experts:
             experts.warm_up()
+
+    @property
+    def warm_up_rows(self) -> tuple[int, ...]:
+        """A step of one row, and one whose rows are written and attended to in large tiles."""
+        return () if is_interpreted() else (1, FEW_ROWS + 1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

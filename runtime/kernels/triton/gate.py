@@ -12,11 +12,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import triton
 
 from qtool.runtime.kernels.triton.aot import compile_gemm
+from qtool.runtime.kernels.triton.attention_gate import (
+    AttentionCase,
+    StoreCase,
+    all_attention,
+    attention_violations,
+    budgeted_attention,
+    compile_attention,
+    compile_store,
+    instructions_per_element,
+    launch_of,
+    stores,
+)
 from qtool.runtime.kernels.triton.config import (
     BUCKETS,
     GemmShape,
@@ -87,17 +100,22 @@ class Case:
         return tiles
 
 
+AnyCase: TypeAlias = Case | AttentionCase | StoreCase | RowCase
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A case on one architecture.
 
     Attributes:
-        tiles, per_weight: of a product; instructions of the main loop a weight.
+        tiles: of a product or of attention.
+        per_weight: instructions of the main loop a weight, or an element of keys and values;
+            ``None`` for a kernel without one.
         budget: what it may be, or ``None``.
         violations: what is wrong, one phrase each.
     """
 
-    case: Case | RowCase
+    case: AnyCase
     arch: str
     tiles: Tiles | None
     code: MachineCode
@@ -108,7 +126,9 @@ class Finding:
     @property
     def label(self) -> str:
         """Its name in one line."""
-        tokens = f", {self.case.tokens} tokens" if isinstance(self.case, Case) else ""
+        tokens = (
+            f", {self.case.tokens} tokens" if isinstance(self.case, Case | AttentionCase) else ""
+        )
         return f"{self.case.name}{tokens}, {self.arch}"
 
 
@@ -202,6 +222,12 @@ def rows_to_check() -> tuple[RowCase, ...]:
     return tuple(row_cases(shapes))
 
 
+def attention_to_check(*, everything: bool) -> Iterator[AttentionCase | StoreCase]:
+    """Attention over the cache, and what writes it; without ``everything`` what has a budget."""
+    yield from all_attention() if everything else budgeted_attention()
+    yield from stores() if everything else ()
+
+
 def _every_shape() -> Iterator[tuple[str, GemmShape]]:
     for group in (128, 64, 32):
         yield f"W4A16 g{group}", gemm_shape(Codes.INT4, group)
@@ -215,9 +241,7 @@ def _every_shape() -> Iterator[tuple[str, GemmShape]]:
     yield "W8A8 FP8 blocks", gemm_shape(Codes.FP8_BYTES, 128)
 
 
-def pairs(
-    cases: Iterable[Case | RowCase], arches: Iterable[str]
-) -> Iterator[tuple[Case | RowCase, str]]:
+def pairs(cases: Iterable[AnyCase], arches: Iterable[str]) -> Iterator[tuple[AnyCase, str]]:
     """Every case on every architecture where it is run."""
     for case in cases:
         for arch in arches:
@@ -225,12 +249,25 @@ def pairs(
                 yield case, arch
 
 
-def check(case: Case | RowCase, arch: str) -> Finding:
+def check(case: AnyCase, arch: str) -> Finding:
     """Compile what serving would run and look at its code."""
     target = sample_target(arch)
-    if isinstance(case, RowCase):
-        code = read_code(compile_row(case, target))
-        return Finding(case, arch, None, code, None, None, tuple(resource_violations(target, code)))
+    if isinstance(case, Case):
+        return _check_product(case, arch, target)
+    if isinstance(case, AttentionCase):
+        tiles, code = launch_of(case.tiles(target)), read_code(compile_attention(case, target))
+        found = instructions_per_element(code, case, target)
+        return _finding(case, arch, tiles, code, found, attention_violations(case, target, code))
+    launch, compiled = (
+        (None, compile_row(case, target))
+        if isinstance(case, RowCase)
+        else (launch_of(case.tiles(target)), compile_store(case, target))
+    )
+    code = read_code(compiled)
+    return Finding(case, arch, launch, code, None, None, tuple(resource_violations(target, code)))
+
+
+def _check_product(case: Case, arch: str, target: Target) -> Finding:
     tiles = case.tiles(target)
     compiled = compile_gemm(
         target,
@@ -243,10 +280,23 @@ def check(case: Case | RowCase, arch: str) -> Finding:
     )
     code = read_code(compiled)
     per_weight = instructions_per_weight(code, case.shape, tiles, target)
-    budget = case.budgets.get(BUDGET_OF.get(arch, ""))
-    violations = list(violations_of(case, target, tiles, code))
+    wrong = violations_of(case, target, tiles, code)
+    return _finding(case, arch, tiles, code, per_weight, wrong)
+
+
+def _finding(
+    case: Case | AttentionCase,
+    arch: str,
+    tiles: Tiles,
+    code: MachineCode,
+    per_weight: float,
+    wrong: Iterable[str],
+) -> Finding:
+    """What was found, and whether it keeps to its budget."""
+    budget, violations = case.budgets.get(BUDGET_OF.get(arch, "")), list(wrong)
     if budget_note() is None and budget is not None and per_weight > budget * SLACK:
-        violations.append(f"{per_weight:.2f} instructions a weight, budget {budget}")
+        unit = "a weight" if isinstance(case, Case) else "an element"
+        violations.append(f"{per_weight:.2f} instructions {unit}, budget {budget}")
     return Finding(case, arch, tiles, code, per_weight, budget, tuple(violations))
 
 

@@ -45,8 +45,11 @@ class Workspace:
         if tiles.splits == 1:
             return
         num_tiles = rows // tiles.block_n * -(-tokens // tiles.block_m)
-        partials = num_tiles * tiles.splits * tiles.block_n * tiles.block_m
+        self.grow(num_tiles * tiles.splits * tiles.block_n * tiles.block_m, num_tiles)
+
+    def grow(self, partials: int, locks: int) -> None:
+        """Make room for so many numbers, and so many locks."""
         if partials > self.partials.numel():
             self.partials = self.partials.new_empty(partials)
-        if num_tiles > self.locks.numel():
-            self.locks = self.locks.new_zeros(num_tiles)
+        if locks > self.locks.numel():
+            self.locks = self.locks.new_zeros(locks)

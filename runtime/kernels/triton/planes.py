@@ -166,14 +166,14 @@ def _above_128(
 
 
 @triton.jit
-def unpack_int4(
+def int4_planes(
     words: tl.tensor,
     zero: tl.tensor,
     ZERO: tl.constexpr,
     OPERAND: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
-    """``code - zero`` of four-bit codes: words int16 [R, Q] -> [R, 4 * Q].
+    """``code - zero`` of four-bit codes: words int16 [R, Q] -> four planes [R, Q].
 
     The zero is ``ZERO`` for all, or, where that is negative, zero int32 [R].
     """
@@ -200,7 +200,7 @@ def unpack_int4(
         else:
             low = as_float16(zero | 0x6400)[:, None]
             high = low - 960.0  # 64 + zero
-        return join_four(p0 - low, p1 - high, p2 - low, p3 - high)
+        return p0 - low, p1 - high, p2 - low, p3 - high
     if OPERAND == tl.bfloat16:
         if ASM:
             p0, p1, p2, p3 = tl.inline_asm_elementwise(
@@ -217,14 +217,14 @@ def unpack_int4(
             p2 = as_bfloat16(((bits >> 8) & 0x0F) | 0x4300)
             p3 = as_bfloat16(((bits >> 12) & 0x0F) | 0x4300)
         above = as_bfloat16(zero | 0x4300)[:, None]
-        return join_four(
+        return (
             _above_128(p0, above, ZERO, ASM),
             _above_128(p1, above, ZERO, ASM),
             _above_128(p2, above, ZERO, ASM),
             _above_128(p3, above, ZERO, ASM),
         )
     offset = ZERO if ZERO >= 0 else zero[:, None]
-    return join_four(
+    return (
         ((bits & 0xF) - offset).to(OPERAND),
         (((bits >> 4) & 0xF) - offset).to(OPERAND),
         (((bits >> 8) & 0xF) - offset).to(OPERAND),
@@ -233,14 +233,14 @@ def unpack_int4(
 
 
 @triton.jit
-def unpack_int8(
+def int8_planes(
     words: tl.tensor,
     zero: tl.tensor,
     ZERO: tl.constexpr,
     OPERAND: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
-    """``code - 16 * zero`` of unsigned bytes: words int16 [R, Q] -> [R, 2 * Q].
+    """``code - 16 * zero`` of unsigned bytes: words int16 [R, Q] -> two planes [R, Q].
 
     The zero, in sixteens, is ``ZERO`` for all, or, where that is negative, zero int32 [R].
     """
@@ -262,7 +262,7 @@ def unpack_int8(
             offset: tl.constexpr = 1024.0 + 16 * ZERO
         else:
             offset = as_float16((zero << 4) | 0x6400)[:, None]
-        return join_two(p0 - offset, p1 - offset)
+        return p0 - offset, p1 - offset
     if OPERAND == tl.bfloat16 and ASM:
         # bfloat16 has eight bits, and 256 + code needs nine: nibbles, put together again.
         n0, n1, n2, n3 = tl.inline_asm_elementwise(
@@ -274,12 +274,12 @@ def unpack_int8(
             pack=2,
         )
         above = as_bfloat16(zero | 0x4300)[:, None]
-        return join_two(_join_nibbles(n0, n1, above, ZERO), _join_nibbles(n2, n3, above, ZERO))
+        return _join_nibbles(n0, n1, above, ZERO), _join_nibbles(n2, n3, above, ZERO)
     # In float32, 8388608 + code is exact; their difference is so in bfloat16 too.
     base = (zero * 16 + 0x4B000000).to(tl.float32, bitcast=True)[:, None]
     p0 = ((bits & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - base
     p1 = (((bits >> 8) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - base
-    return join_two(p0.to(OPERAND), p1.to(OPERAND))
+    return p0.to(OPERAND), p1.to(OPERAND)
 
 
 @triton.jit
@@ -303,8 +303,8 @@ def _join_nibbles(
 
 
 @triton.jit
-def unpack_fp8(words: tl.tensor, OPERAND: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
-    """e4m3 values: words int16 [R, Q] -> [R, 2 * Q]; in float16 divided by 256.
+def fp8_planes(words: tl.tensor, OPERAND: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
+    """e4m3 values: words int16 [R, Q] -> two planes [R, Q]; in float16 divided by 256.
 
     Software, because GPUs below sm_89 know nothing of e4m3; placed as they are, the bits cost no
     more than the conversion instructions of those that do. Subnormals are exact.
@@ -318,15 +318,48 @@ def unpack_fp8(words: tl.tensor, OPERAND: tl.constexpr, ASM: tl.constexpr) -> tl
         else:
             p0 = as_float16(((bits << 1) & 0x8000) | ((bits << 7) & 0x3F80))
             p1 = as_float16(bits & 0xBF80)
-        return join_two(p0, p1)
+        return p0, p1
     if OPERAND == tl.bfloat16 and ASM:
         p0, p1 = tl.inline_asm_elementwise(
             _FP8_BF16, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
-        return join_two(p0, p1)
+        return p0, p1
     # In float32's places the value is short of 2**120.
     b0 = ((bits << 17) & -0x80000000) | ((bits << 20) & 0x07F00000)
     b1 = ((bits << 16) & -0x80000000) | ((bits << 13) & 0x07F00000)
     p0 = b0.to(tl.float32, bitcast=True) * 1.329227995784916e36
     p1 = b1.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return join_two(p0.to(OPERAND), p1.to(OPERAND))
+    return p0.to(OPERAND), p1.to(OPERAND)
+
+
+@triton.jit
+def unpack_int4(
+    words: tl.tensor,
+    zero: tl.tensor,
+    ZERO: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ASM: tl.constexpr,
+) -> tl.tensor:
+    """:func:`int4_planes` side by side, [R, 4 * Q]."""
+    p0, p1, p2, p3 = int4_planes(words, zero, ZERO, OPERAND, ASM)
+    return join_four(p0, p1, p2, p3)
+
+
+@triton.jit
+def unpack_int8(
+    words: tl.tensor,
+    zero: tl.tensor,
+    ZERO: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ASM: tl.constexpr,
+) -> tl.tensor:
+    """:func:`int8_planes` side by side, [R, 2 * Q]."""
+    p0, p1 = int8_planes(words, zero, ZERO, OPERAND, ASM)
+    return join_two(p0, p1)
+
+
+@triton.jit
+def unpack_fp8(words: tl.tensor, OPERAND: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
+    """:func:`fp8_planes` side by side, [R, 2 * Q]."""
+    p0, p1 = fp8_planes(words, OPERAND, ASM)
+    return join_two(p0, p1)

@@ -14,7 +14,14 @@ import torch
 import triton
 
 from qtool.formats.scheme import BLOCK_SIZE, ActivationScheme
-from qtool.runtime.kernels.triton import dequantize, gated, norm, round_input, routing
+from qtool.runtime.kernels.triton import (
+    attention_plan,
+    dequantize,
+    gated,
+    norm,
+    round_input,
+    routing,
+)
 from qtool.runtime.kernels.triton.aot import Compiled, compile_kernel, pointer
 from qtool.runtime.kernels.triton.config import GemmShape
 from qtool.runtime.kernels.triton.target import Target
@@ -58,6 +65,7 @@ def row_cases(shapes: Mapping[str, GemmShape]) -> Iterator[RowCase]:
     yield from _norms()
     yield from _others()
     yield from _routing()
+    yield _splits()
     for name, shape in shapes.items():
         yield _dequantize(name, shape)
 
@@ -139,6 +147,14 @@ def _routing() -> Iterator[RowCase]:
         _pointers({"parts_ptr": FLOAT, "out_ptr": FLOAT}) | {"K": "i32"},
         {"TOP_K": TOP_K, "SIZE": routing.WIDTH},
     )
+
+
+def _splits() -> RowCase:
+    tables = {"tiles_ptr": torch.int32, "splits_ptr": torch.int32, "work_ptr": torch.int32}
+    numbers = dict.fromkeys(("num_tiles", "num_items", "budget", "least"), "i32")
+    constants = {"FIXED": False, "WINDOW": 4096, "PAGE": 64, "BLOCK": attention_plan.BLOCK}
+    kernel = attention_plan.plan_splits_kernel
+    return RowCase("attention, contexts split", kernel, _pointers(tables) | numbers, constants)
 
 
 def _dequantize(name: str, shape: GemmShape) -> RowCase:

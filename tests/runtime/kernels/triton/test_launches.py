@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import quantize_model
-from qtool.runtime import layers
 from qtool.runtime.kernels.backend import Stream
 from qtool.runtime.kernels.reference import ReferenceBackend
 from qtool.runtime.loaded_model import load_model
@@ -78,7 +77,6 @@ def _layer_launches(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[s
             run(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", recorded)
-    monkeypatch.setattr(layers, "rotate", lambda x, _: x)
     hidden, config = decoder.config.hidden_size, decoder.config
     layer = decoder.layers[-1]
     update = make_input(3, hidden, decoder.dtype)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from qtool.formats.scheme import weight_scheme
+from qtool.runtime.kernels.backend import AttentionScope
 from support.gemm import make_input, make_weight, relative_error
 
 pytest.importorskip("triton")
 from triton.runtime.interpreter import interpreter_builder
 
 from qtool.runtime.kernels.triton.config import Tiles, shape_of
+from qtool.runtime.kernels.triton.kv_pages import Pool
 from qtool.runtime.kernels.triton.launch import Workspace
 from qtool.runtime.kernels.triton.layout import pack
 from qtool.runtime.kernels.triton.routing import Routed
@@ -25,6 +27,7 @@ from qtool.runtime.kernels.triton.weight_gemm import (
     weight_gemm,
     weight_gemm_kernel,
 )
+from support.paged_cases import Case
 
 FAR = 2**31
 
@@ -96,3 +99,36 @@ def test_experts_far_down_are_read(tmp_path: Path) -> None:
     weight_gemm(x, first, out, Tiles(8, 64, 2, 3), workspace, routed=routed, asm=False)
     expected = x.double() @ weight.dequantize().double().T
     assert relative_error(out, expected) < 1e-3
+
+
+@pytest.mark.parametrize("form", ["wide", "int8", "int4"])
+def test_pages_far_down_are_written_and_read(form: str, tmp_path: Path) -> None:
+    case = Case(form, (66,), group=1, kv_heads=1)
+    scope, pages = AttentionScope(0.125), case.pages
+    expected = case.expected(0, scope, 64)
+    width = pages.keys.words[0].numel()
+    first = FAR // width + 1
+    case.tables = [[first + 1, first]]
+    pools = []
+    for name, pool in (("keys", pages.keys), ("values", pages.values)):
+        shapes = {"words": pool.words, "grid": pool.grid}
+        far = {
+            part: _sparse(tmp_path / f"{name} {part}", (first + 2, *old.shape[1:]), old.dtype)
+            for part, old in shapes.items()
+            if old is not None
+        }
+        pools.append(Pool(far["words"], far.get("grid")))
+    pages.keys, pages.values = pools
+    found = case.last((64,), scope)[0]
+    assert first * width >= FAR and relative_error(found, expected) < 1e-3
+
+
+def test_tail_pages_far_apart_are_written_and_read(tmp_path: Path) -> None:
+    case = Case("int4", (3, 66), group=1, kv_heads=1)
+    scope = AttentionScope(0.125)
+    stride = FAR + 2 * 64 * 64
+    far = _sparse(tmp_path / "tails", (2, stride), torch.float16)
+    case.pages._tails = far[:, : 2 * 64 * 64].view(2, 2, 64, 1, 64)
+    assert case.pages._tails.stride(0) == stride
+    for index, out in enumerate(case.last((2, 64), scope)):
+        assert relative_error(out, case.expected(index, scope, (2, 64)[index])) < 1e-3
