@@ -15,8 +15,9 @@ Who owns a block, and when one that is known is given to somebody else, is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import cache, partial
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -88,23 +89,22 @@ class PrefixCache:
             sequence: with any number of tokens.
             first_seen: of each group the first logical block that a token at a position sees.
                 Those before it need not be known; in the table they are
-                :data:`~.sequence.FORGOTTEN`. The first group sees most.
+                :data:`~.sequence.FORGOTTEN`.
         """
-        found: list[list[int]] = [[] for _ in first_seen]
-        holes = [0] * len(found)  # of each group the block behind the last that is not known
-        length = 0
-        for index in range((sequence.num_tokens - 1) // self._block_size):
-            for group, table in enumerate(found):
-                table.append(self._lookup(sequence, index, group))
-                if table[index] == FORGOTTEN:
-                    holes[group] = index + 1
-                    if first_seen[group](sequence.num_tokens) == 0:
-                        return _behind_windows(found, first_seen, length, self._block_size)
-            position = (index + 1) * self._block_size
-            seen = all(s(position) >= hole for s, hole in zip(first_seen, holes, strict=True))
-            if seen and found[0][index] != FORGOTTEN:
-                length = index + 1
-        return _behind_windows(found, first_seen, length, self._block_size)
+        size, lookup = self._block_size, cache(partial(self._lookup, sequence))
+        windows = {g: s for g, s in enumerate(first_seen) if s(sequence.num_tokens) > 0}
+        whole = [group for group in range(len(first_seen)) if group not in windows]
+        length = (sequence.num_tokens - 1) // size
+        known = (all(lookup(i, g) != FORGOTTEN for g in whole) for i in range(length))
+        length = next((index for index, is_known in enumerate(known) if not is_known), length)
+        # What a prefix sees of a window is seen by all shorter ones that are long enough.
+        while (hole := _last_hole(length, size, windows, lookup)) is not None:
+            length = hole
+        unseen = [min(seen(length * size), length) for seen in first_seen]
+        return [
+            [FORGOTTEN] * gone + [lookup(index, group) for index in range(gone, length)]
+            for group, gone in enumerate(unseen)
+        ]
 
     def names(self, sequence: Sequence, first: int, end: int) -> list[bytes]:
         """What the cache calls a sequence's full blocks ``[first, end)``, known or not."""
@@ -139,14 +139,16 @@ class PrefixCache:
             sequence.block_digests.append(chain_digest(parent, self._tokens(sequence, index)))
 
 
-def _behind_windows(
-    found: list[list[int]],
-    first_seen: SequenceOf[Callable[[int], int]],
+def _last_hole(
     length: int,
     block_size: int,
-) -> list[list[int]]:
-    """The first ``length`` blocks of each table, less those that the next token does not see."""
-    unseen = [min(seen(length * block_size), length) for seen in first_seen]
-    return [
-        [FORGOTTEN] * gone + table[gone:length] for gone, table in zip(unseen, found, strict=True)
-    ]
+    windows: Mapping[int, Callable[[int], int]],
+    lookup: Callable[[int, int], int],
+) -> int | None:
+    """A block that is not known, of those that the token behind a prefix of ``length`` sees."""
+    for group, first_seen in windows.items():
+        first = min(first_seen(length * block_size), length - 1)
+        for index in reversed(range(max(first, 0), length)):
+            if lookup(index, group) == FORGOTTEN:
+                return index
+    return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.runtime import prefix_cache
 from qtool.runtime.blocks import BlockManager
+from qtool.runtime.kv_groups import first_seen
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.sequence import FORGOTTEN, Sequence
@@ -175,6 +178,36 @@ class TestWindow:
         blocks.adopt(visitor, found)
         assert visitor.num_computed == 20
         blocks.check_integrity([taker, visitor])
+
+
+Known = st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@given(known=Known, windows=st.lists(st.sampled_from([None, 1, 5, 9, 18]), min_size=3, max_size=3))
+def test_the_longest_prefix_is_found_of_which_every_group_knows_what_the_next_token_sees(
+    known: list[list[bool]], windows: list[int | None]
+) -> None:
+    prefixes, owner = PrefixCache(SIZE), make_sequence("owner", list(range(9 * SIZE)))
+    owner.block_table, *more = (list(range(9 * g, 9 * g + 9)) for g in range(len(known)))
+    owner.more_tables = tuple(more)
+    for group, blocks in enumerate(known):
+        for index in range(9):
+            if blocks[index]:
+                prefixes.register(owner, index, group)
+    seen = [partial(first_seen, window=w, block_size=SIZE) for w in windows[: len(known)]]
+
+    def valid(length: int) -> bool:
+        starts = [min(first(length * SIZE), length - 1) for first in seen]
+        parts = zip(known, starts, strict=True)
+        return length == 0 or all(all(blocks[start:length]) for blocks, start in parts)
+
+    visitor = make_sequence("visitor", [*range(9 * SIZE), 1])
+    length = max(filter(valid, range(10)))
+    for group, table in enumerate(prefixes.find(visitor, seen)):
+        start = min(seen[group](length * SIZE), length)
+        held = list(range(9 * group + start, 9 * group + length))
+        assert table == [FORGOTTEN] * start + held
 
 
 Steps = st.lists(st.tuples(st.sampled_from("agf"), st.integers(0, 7), st.integers(1, 9)))
