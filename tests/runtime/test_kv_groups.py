@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qtool.errors import RequestError
 from qtool.runtime import engine as engine_module
 from qtool.runtime.engine import Engine
 from qtool.runtime.kv_groups import (
@@ -311,3 +312,21 @@ def test_a_prefix_is_found_only_as_far_as_its_window_is_still_known(model: Loade
     engine._blocks._refs._blank.append(lost)
     shorter, third = reused("third")
     assert shorter == 3 * size and third == first
+
+
+def test_where_all_layers_slide_a_sequence_may_be_longer_than_the_cache(
+    model_factory: Callable[..., Path],
+) -> None:
+    folder = model_factory(model_type="mistral", sliding_window=WINDOW, max_positions=512)
+    model = load_model(folder, ModelOptions(device="cpu", dtype="fp32", backend="reference"))
+    params = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True)
+    request = Request("long", tuple(i % 384 for i in range(300)), params)
+    small = _engine(model, 8, NAN_BYTE, max_num_batched_tokens=64, max_num_seqs=1)
+    large = _engine(model, 40, NAN_BYTE, max_num_batched_tokens=512, max_num_seqs=4)
+    assert small.info.num_blocks == 7 and not small.info.notes and not small.info.kv_groups
+    assert _solo(small, [request]) == _solo(large, [request])
+    # 24 tokens and a chunk of 64 lie in 7 blocks at most.
+    tight = _engine(model, 6, NAN_BYTE, max_num_batched_tokens=64, max_num_seqs=1)
+    assert "holds 96 tokens" in tight.info.notes[0]
+    with pytest.raises(RequestError, match="takes 7 blocks of 16, the whole cache has 6"):
+        tight.add(request)
