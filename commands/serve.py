@@ -57,6 +57,8 @@ def show_plan(info: EngineInfo, where: Console) -> None:
         f"{info.max_num_batched_tokens:,} tokens a step; prefixes are "
         f"{'kept' if info.prefix_caching else 'not kept'} for requests that begin alike",
     ]
+    if info.kv_groups:
+        lines.insert(-1, f"block tables: {info.kv_groups}{_windows(info)}")
     if info.kv_eviction:
         lines.append(f"eviction: {info.kv_eviction}")
     if info.batch_invariance:
@@ -65,6 +67,15 @@ def show_plan(info: EngineInfo, where: Console) -> None:
         where.print(line, highlight=False, markup=False)
     for text in info.notes:
         console.note(text)
+
+
+def _windows(info: EngineInfo) -> str:
+    if not info.kv_full_bytes_per_token:
+        return ""
+    return (
+        f"; a token takes {console.size(info.kv_full_bytes_per_token)} behind the windows, a "
+        f"sequence {console.size(info.kv_window_bytes)} within them"
+    )
 
 
 def _tails(info: EngineInfo) -> str:

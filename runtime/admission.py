@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from qtool.errors import RequestError, UsageError
-from qtool.runtime.blocks import BlockManager
+from qtool.runtime.blocks import BlockManager, Tables
 from qtool.runtime.sequence import Sequence
 
 Policy = Literal["fcfs", "priority"]
@@ -103,27 +103,26 @@ class Admission:
         """Blocks that a running sequence is expected to take beside those it has."""
         if not self._expects_output:
             return 0
-        return max(self._final_blocks(sequence) - len(sequence.block_table), 0)
+        return self._blocks.to_come(sequence, sequence.tables, self._expected_end(sequence))
 
-    def fits(self, sequence: Sequence, prefix: list[int], reserved: int) -> bool:
+    def fits(self, sequence: Sequence, prefix: Tables, reserved: int) -> bool:
         """Whether a sequence that begins with ``prefix`` finds room, with so many reserved."""
-        shared = len(prefix) - self._blocks.num_idle(prefix)
-        return self._final_blocks(sequence) - shared + reserved <= self._blocks.num_free
+        to_come = self._blocks.to_come(sequence, prefix, self._expected_end(sequence))
+        return to_come + self._blocks.num_idle(prefix) + reserved <= self._blocks.num_free
 
-    def fits_alone(self, sequence: Sequence, prefix: list[int]) -> bool:
+    def fits_alone(self, sequence: Sequence, prefix: Tables) -> bool:
         """Whether all its tokens and the next one find room, where nothing else runs."""
-        shared = len(prefix) - self._blocks.num_idle(prefix)
-        needed = self._blocks.most_blocks(sequence.num_tokens + 1)
-        return needed - shared <= self._blocks.num_free
+        to_come = self._blocks.to_come(sequence, prefix, sequence.num_tokens + 1)
+        return to_come + self._blocks.num_idle(prefix) <= self._blocks.num_free
 
-    def _final_blocks(self, sequence: Sequence) -> int:
-        """Blocks it is expected to hold when it ends."""
+    def _expected_end(self, sequence: Sequence) -> int:
+        """Tokens it is expected to have when it ends."""
         end = sequence.num_tokens + 1
         if self._expects_output:
             expected = self._guess * self._caution - len(sequence.output_token_ids)
             more = max(int(expected), self._blocks.block_size)
             end = max(min(sequence.num_tokens + more, sequence.token_limit), end)
-        return self._blocks.most_blocks(end)
+        return end
 
 
 def check_can_ever_fit(sequence: Sequence, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -140,7 +139,7 @@ def check_can_ever_fit(sequence: Sequence, config: SchedulerConfig, blocks: Bloc
         rule = f"with one to generate it must fit in max_model_len={longest}"
         raise RequestError(f"{found}: {rule}; shorten it", "prompt")
     if length + 1 > blocks.longest:
-        needed = f"with one to generate it takes {blocks.blocks_needed(length + 1)} blocks"
+        needed = f"with one to generate it takes {blocks.most_blocks(length + 1)} blocks"
         rule = f"{needed} of {blocks.block_size}, the whole cache has {blocks.num_blocks}"
         remedy = "shorten it or give the cache more memory"
         raise RequestError(f"{found}: {rule}; {remedy}", "prompt")

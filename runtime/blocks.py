@@ -12,11 +12,10 @@ same tokens shares them (:mod:`.prefix_cache`). A sequence that has computed wha
 takes the known block and gives its own back. So the owner of a block owns all those before it, and
 as a sequence frees its tail first, a block is never forgotten before those that continue it.
 
-Free blocks are reused in this order: those of unknown contents, then the least recently freed.
-
-Where every layer has a sliding window, blocks that no later token sees are given back while their
-sequence runs; :data:`FORGOTTEN` keeps their place in the table. One table serves all layers, so a
-single layer that sees everything keeps all blocks.
+Layers that see equally far share a block table, and a sequence has one for each such group
+(:mod:`.kv_groups`); all take their blocks from the same cache. Blocks that no later token sees in
+any layer of their group are given back while their sequence runs; :data:`FORGOTTEN` keeps their
+place in the table.
 
 Some forms of the cache write a block when it is full, and keep an unfinished one aside
 (:mod:`.tails`). Then whoever begins to run gets a tail page, and a fork shares an unfinished block
@@ -29,15 +28,22 @@ own alone.
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from functools import partial
 from itertools import chain
 
 from qtool.errors import EngineError
+from qtool.runtime.block_refs import BlockRefs
 from qtool.runtime.eviction import Evictor
+from qtool.runtime.kv_groups import first_seen, longest_table, most_held
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.sequence import FORGOTTEN, NO_TAIL, Sequence
 from qtool.runtime.tails import BlockCopy, TailPages
+
+# Block tables, one a group of layers.
+Tables = SequenceOf[list[int]]
 
 
 class BlockManager:
@@ -46,10 +52,12 @@ class BlockManager:
     Between steps a table has exactly the blocks that its computed tokens need.
 
     Args:
-        window: how many tokens a token sees in any layer, itself the last; ``None`` for all.
+        windows: of each group of layers, how many tokens a token sees, itself the last; ``None``
+            for all. The first group sees most.
         prefixes: remembers full blocks, if given.
         num_tails: pages for unfinished blocks; ``None`` where the form of the cache has none.
         evictor: bounds what a sequence holds, if given; then there is no prefix cache.
+        max_chunk: most tokens that a sequence computes in a step.
 
     Raises:
         EngineError: there are no blocks, or fewer than a sequence may hold.
@@ -59,12 +67,14 @@ class BlockManager:
         self,
         num_blocks: int,
         block_size: int,
-        window: int | None = None,
+        windows: SequenceOf[int | None] = (None,),
         prefixes: PrefixCache | None = None,
         num_tails: int | None = None,
         evictor: Evictor | None = None,
+        max_chunk: int = sys.maxsize,
     ) -> None:
-        assert evictor is None or (prefixes is None and window is None), "holes in what is shared"
+        alone = prefixes is None and tuple(windows) == (None,)
+        assert evictor is None or alone, "holes in what is shared"
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise EngineError(f"{name}={value}: must be 1 or more; give the cache more memory")
@@ -75,18 +85,21 @@ class BlockManager:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._window = window
+        self._windows = tuple(windows)
+        # Of each group the first logical block that a token at a position sees.
+        self._first_seen = [
+            partial(first_seen, window=window, block_size=block_size) for window in windows
+        ]
+        self._max_chunk = max_chunk
         self._prefixes = prefixes
         self._evictor = evictor
         self._tails = None if num_tails is None else TailPages(num_tails)
-        self._ref_counts = [0] * num_blocks
-        self._blank = deque(range(num_blocks))  # nobody's, of unknown contents
-        self._idle: OrderedDict[int, None] = OrderedDict()  # nobody's, but known
+        self._refs = BlockRefs(num_blocks, prefixes)
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody owns."""
-        return len(self._blank) + len(self._idle)
+        return self._refs.num_free
 
     @property
     def has_tail(self) -> bool:
@@ -110,8 +123,8 @@ class BlockManager:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that can run alone: no end where blocks are evicted."""
-        return self.num_slots if self._evictor is None else sys.maxsize
+        """Tokens of the longest sequence that can run alone: no end where what it holds has one."""
+        return longest_table(self._bounds(self._max_chunk), self.num_blocks) * self.block_size
 
     def room(self, sequence: Sequence) -> int:
         """Most tokens that a sequence may compute in a step."""
@@ -129,25 +142,42 @@ class BlockManager:
             owners: everyone who owns a block.
         """
         ends = {
-            owner.block_table[-1]: len(owner.block_table) * self.block_size - owner.num_held
+            table[-1]: len(table) * self.block_size - owner.num_held
             for owner in owners
-            if owner.block_table
+            for table in owner.tables
+            if table
         }
         return (self.num_blocks - self.num_free) * self.block_size - sum(ends.values())
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Blocks of a table that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds when it has computed them."""
+        """Blocks that a sequence of so many tokens holds at most until it has computed them."""
         needed = self.blocks_needed(num_tokens)
-        return needed if self._evictor is None else min(needed, self._evictor.rule.budget)
+        return sum(min(needed, bound) for bound in self._bounds(self._max_chunk))
+
+    def to_come(self, sequence: Sequence, tables: Tables, num_tokens: int) -> int:
+        """Blocks that a sequence takes at most beside ``tables``, until it has ``num_tokens``."""
+        missing = self.blocks_needed(num_tokens) - len(tables[0])
+        bounds = self._bounds(min(self._max_chunk, max(sequence.num_uncomputed, 1)))
+        return sum(
+            max(min(missing, bound - len(table) + table.count(FORGOTTEN)), 0)
+            for bound, table in zip(bounds, tables, strict=True)
+        )
+
+    def _bounds(self, chunk: int) -> list[int]:
+        """Most blocks that a sequence holds of each group, whatever its length."""
+        if self._evictor is not None:
+            return [self._evictor.rule.budget]
+        return [most_held(window, chunk, self.block_size) for window in self._windows]
 
     def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether :meth:`grow` would find the blocks it takes. Changes nothing."""
         num_shared = len(self._shared(sequence, num_tokens))
-        return num_shared + self._missing(sequence, num_tokens) <= self.num_free
+        num_missing = len(self._windows) * self._missing(sequence, num_tokens)
+        return num_shared + num_missing <= self.num_free
 
     def grow(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy]:
         """Give the sequence writable slots for its next ``num_tokens`` tokens.
@@ -161,19 +191,20 @@ class BlockManager:
         """
         shared = self._shared(sequence, num_tokens)
         missing = self._missing(sequence, num_tokens)
-        enough = len(shared) + missing <= self.num_free
+        enough = len(shared) + len(self._windows) * missing <= self.num_free
         assert enough, f"{sequence.request_id}: no blocks left"
-        copies = [self._make_private(sequence, index) for index in shared]
+        copies = [self._make_private(table, index) for table, index in shared]
         if self._prefixes is not None:
-            for block in self._written(sequence, num_tokens):
-                self._prefixes.drop(block)
-        sequence.block_table.extend(self._take() for _ in range(missing))
+            for table, index in self._written(sequence, num_tokens):
+                self._prefixes.drop(table[index])
+        for table in sequence.tables:
+            table.extend(self._refs.take() for _ in range(missing))
         return copies
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
-        """A block table of what is known of a sequence that owns nothing. Changes nothing."""
+    def find_prefix(self, sequence: Sequence) -> list[list[int]]:
+        """Block tables of what is known of a sequence that owns nothing. Changes nothing."""
         if self._prefixes is None or not sequence.reads_prefix:
-            return []
+            return [[] for _ in self._windows]
         return self._prefixes.find(sequence, self._first_seen)
 
     def names_computed(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
@@ -184,26 +215,23 @@ class BlockManager:
         end = (sequence.num_computed + num_tokens) // self.block_size
         return self._prefixes.names(sequence, first, end) if end > first else []
 
-    def name_behind(self, sequence: Sequence, prefix: list[int]) -> list[bytes]:
+    def name_behind(self, sequence: Sequence, prefix: Tables) -> list[bytes]:
         """The same of the block that follows a prefix found for it; empty if it is not full."""
         if self._prefixes is None or not sequence.reads_prefix:
             return []
-        return self._prefixes.names(sequence, len(prefix), len(prefix) + 1)
+        return self._prefixes.names(sequence, len(prefix[0]), len(prefix[0]) + 1)
 
-    def num_idle(self, prefix: list[int]) -> int:
+    def num_idle(self, prefix: Tables) -> int:
         """How many of a prefix's blocks are free now, and are not once it is adopted."""
-        return sum(block in self._idle for block in prefix)
+        return sum(map(self._refs.is_idle, chain.from_iterable(prefix)))
 
-    def adopt(self, sequence: Sequence, prefix: list[int]) -> None:
+    def adopt(self, sequence: Sequence, prefix: Tables) -> None:
         """Let a sequence that owns nothing begin with what :meth:`find_prefix` found."""
         assert not sequence.block_table, f"{sequence.request_id}: has blocks already"
-        for block in prefix:
-            if block != FORGOTTEN:
-                self._share(block)
+        self._own(sequence, prefix)
         self._take_tail(sequence)
-        sequence.block_table = prefix
-        sequence.num_computed = len(prefix) * self.block_size
-        sequence.num_registered = len(prefix)
+        sequence.num_registered = len(prefix[0])
+        sequence.num_computed = sequence.num_registered * self.block_size
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """So many more tokens are computed: make full blocks known, give up what is not seen."""
@@ -213,7 +241,7 @@ class BlockManager:
         self._forget(sequence)
         if self._evictor is not None:
             for block in self._evictor.evict(sequence):
-                self._release(block)
+                self._refs.release(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child that owns nothing share what the parent has computed of its tokens.
@@ -230,17 +258,28 @@ class BlockManager:
         self._take_tail(child)
         if self._tails is not None:
             self._share_tail(self._tails, parent, child)
-        table = parent.block_table[: self.blocks_needed(child.num_computed)]
-        if FORGOTTEN in table[self._first_seen(child.num_computed) :]:
-            child.num_computed, table = 0, []
-        child.block_table = table
+        count = self.blocks_needed(child.num_computed)
+        tables = [table[:count] for table in parent.tables]
+        if any(FORGOTTEN in seen for seen in self._seen(tables, child.num_computed)):
+            child.num_computed, tables = 0, [[] for _ in tables]
+        self._own(child, tables)
         child.num_registered = child.num_computed // self.block_size
-        for block in _held(child):
-            self._share(block)
 
     def take_tail_copies(self) -> list[BlockCopy]:
         """Tail pages that forks since the last call begin with; to be copied in this order."""
         return [] if self._tails is None else self._tails.take_copies()
+
+    def _own(self, sequence: Sequence, tables: Tables) -> None:
+        for block in chain.from_iterable(tables):
+            if block != FORGOTTEN:
+                self._refs.share(block)
+        sequence.block_table, *more = tables
+        sequence.more_tables = tuple(more)
+
+    def _seen(self, tables: Tables, position: int) -> Iterator[list[int]]:
+        """What a token at this position sees of each table."""
+        for table, first in zip(tables, self._first_seen, strict=True):
+            yield table[first(position) :]
 
     def _take_tail(self, sequence: Sequence) -> None:
         if self._tails is not None:
@@ -255,22 +294,24 @@ class BlockManager:
             tails.copy(parent.tail, child.tail)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Give up what no token to come will see; the table keeps its length."""
-        for index in reversed(range(self._first_seen(sequence.num_computed))):
-            block = sequence.block_table[index]
-            if block == FORGOTTEN:
-                break
-            self._release(block)
-            sequence.block_table[index] = FORGOTTEN
+        """Give up what no token to come will see; tables keep their length."""
+        for table, first in zip(sequence.tables, self._first_seen, strict=True):
+            for index in reversed(range(first(sequence.num_computed))):
+                if table[index] == FORGOTTEN:
+                    break
+                self._refs.release(table[index])
+                table[index] = FORGOTTEN
 
     def free(self, sequence: Sequence) -> None:
         """Give up all the sequence's blocks, tail first; nothing of it is computed any more."""
-        for block in reversed(_held(sequence)):
-            self._release(block)
+        for blocks in reversed(list(zip(*sequence.tables, strict=True))):
+            for block in blocks:
+                if block != FORGOTTEN:
+                    self._refs.release(block)
         if self._tails is not None and sequence.tail != NO_TAIL:
             self._tails.release(sequence.tail)
             sequence.tail = NO_TAIL
-        sequence.block_table = []
+        sequence.block_table, sequence.more_tables = [], ()
         sequence.num_computed = sequence.num_registered = sequence.num_evicted = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -285,113 +326,73 @@ class BlockManager:
             self._tails.check_integrity([sequence.tail for sequence in sequences])
         for sequence in sequences:
             owners.update(_held(sequence))
-            held, needed = len(sequence.block_table), self.blocks_needed(sequence.num_held)
-            most = self.most_blocks(sys.maxsize)
-            assert held <= most, f"{sequence.request_id}: has {held} blocks, its budget is {most}"
-            assert held >= needed, f"{sequence.request_id}: has {held} blocks, computed {needed}"
-            assert len(set(_held(sequence))) == len(_held(sequence)), (
-                f"{sequence.request_id}: a block stands twice in {sequence.block_table}"
-            )
-            seen = sequence.block_table[self._first_seen(sequence.num_computed) :]
-            assert FORGOTTEN not in seen, f"{sequence.request_id}: forgot what it will see"
-        free = Counter(chain(self._blank, self._idle))
-        for block, count in enumerate(self._ref_counts):
-            assert count <= 1 or self.shares, f"block {block}: shared, although blocks are evicted"
-            assert count == owners[block], (
-                f"block {block}: {count} references, but in {owners[block]} tables"
-            )
-            assert free[block] == (count == 0), (
-                f"block {block}: {count} references, and {free[block]} times in the free list"
-            )
-        if self._prefixes is not None:
-            self._prefixes.check_integrity()
-            for block in self._blank:
-                assert block not in self._prefixes, f"block {block}: free as blank, but known"
-            for block in self._idle:
-                assert block in self._prefixes, f"block {block}: free as known, but is not"
+            self._check_tables(sequence)
+        self._refs.check_integrity(owners, shares=self.shares)
+
+    def _check_tables(self, sequence: Sequence) -> None:
+        name, tables, all_held = sequence.request_id, sequence.tables, _held(sequence)
+        length, needed = len(tables[0]), self.blocks_needed(sequence.num_held)
+        assert length >= needed, f"{name}: has {length} blocks, computed {needed}"
+        assert {len(table) for table in tables} == {length}, f"{name}: {tables} differ in length"
+        assert len(set(all_held)) == len(all_held), f"{name}: a block stands twice in {tables}"
+        for table, most in zip(tables, self._bounds(self._max_chunk), strict=True):
+            held = length - table.count(FORGOTTEN)
+            assert held <= most, f"{name}: has {held} blocks, its budget is {most}"
+        for seen in self._seen(tables, sequence.num_computed):
+            assert FORGOTTEN not in seen, f"{name}: forgot what it will see"
 
     def check_writable(self, sequence: Sequence, num_tokens: int) -> None:
         """Raise :class:`AssertionError` unless the next tokens have slots no one else reads."""
         missing = self._missing(sequence, num_tokens)
         assert missing == 0, f"{sequence.request_id}: {missing} blocks short of its chunk"
-        for index in self._shared(sequence, num_tokens):
-            block = sequence.block_table[index]
+        for table, index in self._shared(sequence, num_tokens):
             raise AssertionError(
-                f"block {block}: about to be written by {sequence.request_id}, "
-                f"but has {self._ref_counts[block]} references"
+                f"block {table[index]}: about to be written by {sequence.request_id}, "
+                f"but has {self._refs.num_owners(table[index])} references"
             )
-        for block in self._written(sequence, num_tokens):
-            assert not self._knows(block), f"block {block}: about to be written, but known"
-
-    def _first_seen(self, position: int) -> int:
-        """The first logical block that a token at this position sees."""
-        if self._window is None:
-            return 0
-        return max(0, position - self._window + 1) // self.block_size
-
-    def _knows(self, block: int) -> bool:
-        return self._prefixes is not None and block in self._prefixes
+        for table, index in self._written(sequence, num_tokens):
+            known = self._refs.knows(table[index])
+            assert not known, f"block {table[index]}: about to be written, but known"
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that each of its tables lacks."""
         needed = self.blocks_needed(sequence.num_held + num_tokens)
         return max(needed - len(sequence.block_table), 0)
 
-    def _written(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Blocks of its own that the next tokens would be written to."""
+    def _written(self, sequence: Sequence, num_tokens: int) -> Iterator[tuple[list[int], int]]:
+        """Places in its tables that the next tokens would be written to."""
         first = sequence.num_held // self.block_size
         end = self.blocks_needed(sequence.num_held + num_tokens)
-        return sequence.block_table[first:end]
+        for table in sequence.tables:
+            for index in range(first, min(end, len(table))):
+                yield table, index
 
-    def _shared(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Logical blocks the next tokens would be written to that have other owners."""
-        first = sequence.num_held // self.block_size
-        written = enumerate(self._written(sequence, num_tokens), start=first)
-        return [index for index, block in written if self._ref_counts[block] > 1]
+    def _shared(self, sequence: Sequence, num_tokens: int) -> list[tuple[list[int], int]]:
+        """Those of them whose blocks have other owners."""
+        written = self._written(sequence, num_tokens)
+        return [(table, i) for table, i in written if self._refs.num_owners(table[i]) > 1]
 
     def _register(self, sequence: Sequence, prefixes: PrefixCache) -> None:
         num_full = sequence.num_computed // self.block_size
         for index in range(sequence.num_registered, num_full):
-            own = sequence.block_table[index]
-            if own == FORGOTTEN:
-                continue
-            known = prefixes.register(sequence, index)
-            if known != own:
-                self._share(known)
-                sequence.block_table[index] = known
-                self._release(own)
+            for group, table in enumerate(sequence.tables):
+                own = table[index]
+                if own == FORGOTTEN:
+                    continue
+                known = prefixes.register(sequence, index, group)
+                if known != own:
+                    self._refs.share(known)
+                    table[index] = known
+                    self._refs.release(own)
         sequence.num_registered = num_full
 
-    def _make_private(self, sequence: Sequence, index: int) -> BlockCopy:
-        copy = BlockCopy(src=sequence.block_table[index], dst=self._take())
-        self._release(copy.src)
-        sequence.block_table[index] = copy.dst
+    def _make_private(self, table: list[int], index: int) -> BlockCopy:
+        copy = BlockCopy(src=table[index], dst=self._refs.take())
+        self._refs.release(copy.src)
+        table[index] = copy.dst
         return copy
-
-    def _take(self) -> int:
-        if self._blank:
-            block = self._blank.popleft()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            assert self._prefixes is not None
-            self._prefixes.drop(block)
-        self._ref_counts[block] = 1
-        return block
-
-    def _share(self, block: int) -> None:
-        if self._ref_counts[block] == 0:
-            del self._idle[block]
-        self._ref_counts[block] += 1
-
-    def _release(self, block: int) -> None:
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block] > 0:
-            return
-        if self._knows(block):
-            self._idle[block] = None
-        else:
-            self._blank.append(block)
 
 
 def _held(sequence: Sequence) -> list[int]:
-    """The blocks of a sequence, in order."""
-    return [block for block in sequence.block_table if block != FORGOTTEN]
+    """The blocks of a sequence."""
+    return [block for block in chain.from_iterable(sequence.tables) if block != FORGOTTEN]

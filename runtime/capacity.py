@@ -60,16 +60,18 @@ class CacheSize(NamedTuple):
 
 def cache_size(
     options: EngineOptions,
-    max_model_len: int,
+    longest: int,
     block_size: int,
-    bytes_per_token: int,
+    slot_bytes: int,
     tail_bytes: int,
     device: torch.device,
 ) -> CacheSize:
     """What fits the budget, but no more than ``max_num_seqs`` full sequences can use.
 
     Args:
-        block_size: tokens of a block.
+        longest: slots of blocks that the longest sequence takes.
+        block_size: slots of a block.
+        slot_bytes: what a block has for each token.
         tail_bytes: of a tail page; 0 where the form of the cache has none. There is one for each
             of ``max_num_seqs``, but no more than there are blocks: whoever runs needs one.
 
@@ -77,8 +79,8 @@ def cache_size(
         EngineError: not even one block fits.
     """
     budget = cache_budget(options, device)
-    block_bytes = bytes_per_token * block_size
-    most = options.max_num_seqs * -(-max_model_len // block_size)
+    block_bytes = slot_bytes * block_size
+    most = options.max_num_seqs * -(-longest // block_size)
     tails = min(options.max_num_seqs, budget // (block_bytes + tail_bytes)) if tail_bytes else 0
     blocks = min((budget - tails * tail_bytes) // block_bytes, most)
     if blocks < 1 or (tail_bytes and tails < 1):

@@ -15,13 +15,15 @@ from qtool.errors import RequestError
 from qtool.runtime.admission import SchedulerConfig
 from qtool.runtime.batch import build_batch
 from qtool.runtime.blocks import BlockManager
-from qtool.runtime.capacity import cache_size
+from qtool.runtime.capacity import CacheSize, cache_size
 from qtool.runtime.detokenizer import TextStream
 from qtool.runtime.eviction import eviction_rule
 from qtool.runtime.generation import Generation
 from qtool.runtime.kv_cache import new_evictor
+from qtool.runtime.kv_groups import LayerGroups, choose_groups
 from qtool.runtime.load_plan import make_plan
 from qtool.runtime.loaded_model import LoadedModel
+from qtool.runtime.model import Decoder
 from qtool.runtime.options import EngineOptions
 from qtool.runtime.outputs import OutputDelta
 from qtool.runtime.prefix_cache import PrefixCache
@@ -66,24 +68,28 @@ class Engine:
             decoder.config.windows,
             longest,
         )
-        size = cache_size(
-            options,
-            longest if rule is None else rule.max_tokens,
-            self._block_size,
-            decoder.kv_bytes_per_token,
-            decoder.kv_tail_bytes,
-            decoder.device,
+        windows, schemes = decoder.config.windows, decoder.kv.schemes
+        groups = choose_groups(windows, schemes, self._block_size, longest, evicts=rule is not None)
+        size = self._size_cache(
+            options, decoder, groups, longest if rule is None else rule.max_tokens
         )
         self._decoder, self._tokenizer, self._seed = decoder, tokenizer, options.seed
         self._clock = clock
-        self._cache = decoder.new_cache(size.blocks, self._block_size, size.tails)
+        self._cache = decoder.new_cache(size.blocks, self._block_size, size.tails, groups)
         decoder.warm_up(self._cache)
         evictor = None if rule is None else new_evictor(rule, self._cache)
         prefixes = None
         if options.enable_prefix_caching and rule is None:
             prefixes = PrefixCache(self._block_size, decoder.kv_cache_dtype)
-        window, tails = decoder.config.window, size.tails or None
-        self._blocks = BlockManager(size.blocks, self._block_size, window, prefixes, tails, evictor)
+        self._blocks = BlockManager(
+            size.blocks,
+            self._block_size,
+            groups.windows,
+            prefixes,
+            size.tails or None,
+            evictor,
+            options.max_num_batched_tokens,
+        )
         config = SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -98,7 +104,23 @@ class Engine:
         self._requests = itertools.count()
         self._prompt_tokens = self._generated_tokens = self._preemptions = self._steps = 0
         self._timeouts = 0
-        self.info = make_plan(model, options, self._block_size, *size, rule)
+        self.info = make_plan(model, options, self._block_size, *size, rule, groups)
+
+    def _size_cache(
+        self, options: EngineOptions, decoder: Decoder, groups: LayerGroups, longest: int
+    ) -> CacheSize:
+        """Blocks and tail pages for sequences of ``longest`` tokens, of which each computes its
+        share of a step's tokens at a time.
+        """
+        size, chunk = self._block_size, -(-options.max_num_batched_tokens // options.max_num_seqs)
+        return cache_size(
+            options,
+            groups.blocks(longest, size, chunk) * size,
+            size,
+            groups.slot_bytes(decoder.kv_bytes_per_token),
+            decoder.kv_tail_bytes,
+            decoder.device,
+        )
 
     @property
     def has_work(self) -> bool:

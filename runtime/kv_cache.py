@@ -18,6 +18,7 @@ from qtool.runtime.kernels.backend import AttentionScope, Backend
 from qtool.runtime.kernels.cpu.kv_attention import LayerCall
 from qtool.runtime.kernels.cpu.kv_pages import TILE, KvForm, KvPages
 from qtool.runtime.kv_fused import FusedLayer, fused_layer
+from qtool.runtime.kv_groups import LayerGroups
 from qtool.runtime.kv_layers import CacheLayer, CodeLayer, PageLayer, WideLayer
 from qtool.runtime.kv_schemes import WIDE, KVScheme, LayerSchemes
 from qtool.runtime.kv_segments import SegmentedBatch
@@ -111,9 +112,11 @@ class LayerCache(AttentionCache):
         num_tails: tail pages, where any layer keeps them.
         dtype: the compute dtype.
         backend: whose own pages are taken where it has them; ``None``: torch's everywhere.
+        groups: which layers share blocks; all of them if ``None``.
 
     Attributes:
         votes: how much attention blocks are given, once :meth:`count_votes` is called.
+        num_groups: of layers; a batch has block tables for each.
     """
 
     votes: AttentionVotes | None = None
@@ -126,6 +129,7 @@ class LayerCache(AttentionCache):
         dtype: torch.dtype,
         device: torch.device,
         backend: Backend | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
         schemes = form.schemes.layers
         kept = [index for index, scheme in enumerate(schemes) if scheme.has_tails]
@@ -138,11 +142,20 @@ class LayerCache(AttentionCache):
         self._shape, self._dtype, self._device = shape, dtype, device
         self._backend = backend
         scales = form.scales or (None,) * len(schemes)
-        self.layers = [
-            self._layer(*one) for one in zip(range(len(schemes)), schemes, scales, strict=True)
-        ]
-        self._batch: SegmentedBatch | None = None
-        pools = [pool for layer in self.layers for pool in layer.pools]
+        groups = groups or LayerGroups.single((None,) * len(schemes))
+        at_place: dict[int, CacheLayer | FusedLayer] = {}
+        self.layers: list[CacheLayer | FusedLayer] = []
+        for index, (_, place) in enumerate(groups.places):
+            if place in at_place:
+                tail = self._tail_of.get(index)
+                self.layers.append(at_place[place].beside(tail, scales[index]))
+            else:
+                self.layers.append(self._layer(index, schemes[index], scales[index]))
+                at_place[place] = self.layers[-1]
+        self._group_of = [group for group, _ in groups.places]
+        self.num_groups = len(groups.windows)
+        self._batches: list[SegmentedBatch] = []
+        pools = [pool for layer in at_place.values() for pool in layer.pools]
         super().__init__(shape[1], pools, [tails] if kept else [])
 
     @property
@@ -176,13 +189,14 @@ class LayerCache(AttentionCache):
         rotary: RotaryRows | None = None,
     ) -> Tensor:
         """See :meth:`AttentionCache.attend`."""
-        if self._batch is None or self._batch.batch is not batch:
-            self._batch = SegmentedBatch(batch, self.block_size)
-        part = self.layers[layer]
+        if not self._batches or self._batches[0].batch is not batch:
+            parts = (batch, *batch.more)
+            self._batches = [SegmentedBatch(part, self.block_size) for part in parts]
+        part, seen = self.layers[layer], self._batches[self._group_of[layer]]
         if isinstance(part, FusedLayer):
-            return part.attend(q, keys, values, batch, scope, rotary)
+            return part.attend(q, keys, values, seen.batch, scope, rotary)
         q, keys = rotate(q, rotary), rotate(keys, rotary)
-        out = part.attend(q, keys, values, self._batch, scope, backend)
+        out = part.attend(q, keys, values, seen, scope, backend)
         if self.votes is not None:
             self.votes.add(q, part, batch, scope)
         return out
@@ -206,6 +220,7 @@ class PagedCache(AttentionCache):
         shape: (num_blocks, block_size, num_kv_heads, head_dim).
         num_tails: tail pages, where any layer keeps them.
         wide: the dtype of what is kept as it was computed: float32 or bfloat16.
+        groups: which layers share blocks; all of them if ``None``.
 
     Raises:
         UsageError: a block that is not made of whole tiles.
@@ -218,12 +233,15 @@ class PagedCache(AttentionCache):
         num_tails: int,
         wide: torch.dtype,
         library: ctypes.CDLL,
+        groups: LayerGroups | None = None,
     ) -> None:
         num_blocks, block_size, kv_heads, head_dim = shape
         if block_size % TILE:
             raise UsageError(f"block_size={block_size}: native CPU kernels need a multiple of 16")
         stored = KvForm(form.schemes.layers, wide, kv_heads, head_dim, form.scales)
-        self.pages, self._library = KvPages(stored, num_blocks, block_size, num_tails), library
+        groups = groups or LayerGroups.single((None,) * len(form.schemes.layers))
+        self.pages = KvPages(stored, num_blocks, block_size, num_tails, groups)
+        self._library = library
         tails = [] if self.pages.tails is None else [self.pages.tails]
         super().__init__(block_size, self.pages.blocks, tails)
 
@@ -240,5 +258,6 @@ class PagedCache(AttentionCache):
     ) -> Tensor:
         """See :meth:`AttentionCache.attend`."""
         q, keys = rotate(q, rotary), rotate(keys, rotary)
-        call = LayerCall(self.pages, layer, q, (keys, values), batch, batch.tails, scope)
+        seen = batch.of_group(self.pages.structs[layer].group)
+        call = LayerCall(self.pages, layer, q, (keys, values), seen, batch.tails, scope)
         return call.run(self._library).to(q.dtype)

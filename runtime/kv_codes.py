@@ -6,6 +6,8 @@ know. ``docs/kv-cache.md`` has the formulas, ``docs/layouts.md`` the bytes.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -109,6 +111,12 @@ class CodePool:
     def pools(self) -> list[Tensor]:
         """All that is stored, by block."""
         return [self.codes] if self.grid is None else [self.codes, self.grid]
+
+    def beside(self, scale: Tensor | None) -> CodePool:
+        """Another layer's keys, or values, in other blocks of the same pools."""
+        other = copy(self)
+        other._scale = scale
+        return other
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Store rows [T, num_kv_heads, head_dim] at ``slots`` [T]; not where channels share."""

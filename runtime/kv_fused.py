@@ -36,6 +36,14 @@ class FusedLayer:
     def __init__(self, cache: FusedCache) -> None:
         self._cache, self.pools = cache, cache.pools
 
+    def beside(self, tails: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> FusedLayer:
+        """Another layer of the same form, in other blocks of the same pools.
+
+        Args:
+            tails, scales: the other's, where the form has them.
+        """
+        return FusedLayer(self._cache.beside(tails, scales))
+
     def attend(
         self,
         q: Tensor,

@@ -8,6 +8,7 @@ runs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -50,6 +51,14 @@ class CacheLayer(ABC):
         """
 
     @abstractmethod
+    def beside(self, tails: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> CacheLayer:
+        """Another layer of the same form, in other blocks of the same pools.
+
+        Args:
+            tails, scales: the other's, where the form has them.
+        """
+
+    @abstractmethod
     def read_keys(self, blocks: Tensor) -> Tensor:
         """Keys of full blocks int64 [n] as queries see them later.
 
@@ -81,6 +90,10 @@ class WideLayer(CacheLayer):
         for pool, rows in ((self.keys, keys), (self.values, values)):
             pool.flatten(0, 1).index_copy_(0, batch.batch.slots, rows)
         return backend.attention(q, self.keys, self.values, batch.batch, scope)
+
+    def beside(self, tails: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> CacheLayer:
+        """See :meth:`CacheLayer.beside`: nothing here is one layer's own."""
+        return self
 
     def read_keys(self, blocks: Tensor) -> Tensor:
         """See :meth:`CacheLayer.read_keys`."""
@@ -123,6 +136,13 @@ class CodeLayer(CacheLayer):
         self._values.write(batch.batch.slots, values)
         return backend.attention(q, *self._decode(batch.blocks), batch.whole, scope)
 
+    def beside(self, tails: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> CacheLayer:
+        """See :meth:`CacheLayer.beside`."""
+        other = copy(self)
+        key, value = scales or (None, None)
+        other._keys, other._values = self._keys.beside(key), self._values.beside(value)
+        return other
+
     def read_keys(self, blocks: Tensor) -> Tensor:
         """See :meth:`CacheLayer.read_keys`."""
         return self._keys.read(blocks).to(self._dtype).float()
@@ -143,6 +163,13 @@ class PageLayer(CodeLayer):
     def __init__(self, scheme: KVScheme, shape: Shape, tails: Tensor, device: torch.device) -> None:
         super().__init__(scheme, shape, tails.dtype, device)
         self._tails = tails.unbind(1)
+
+    def beside(self, tails: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> CacheLayer:
+        """See :meth:`CacheLayer.beside`."""
+        assert tails is not None
+        other = copy(self)
+        other._tails = tails.unbind(1)
+        return other
 
     def attend(
         self,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from qtool.runtime.eviction import EvictionRule
 from qtool.runtime.kernels.backend import Backend, LinearOp
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_fused import why_not_fused
+from qtool.runtime.kv_groups import LayerGroups, most_held
 from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.loaded_model import EVICTION_OBSTACLE, LoadedModel, refuse_notes
 from qtool.runtime.model import Decoder
@@ -33,6 +34,7 @@ def make_plan(
     num_blocks: int,
     num_tails: int = 0,
     eviction: EvictionRule | None = None,
+    groups: LayerGroups | None = None,
 ) -> EngineInfo:
     """The load plan of an engine.
 
@@ -40,7 +42,9 @@ def make_plan(
         EngineError: under ``strict``, when something is not as asked.
     """
     decoder = model.decoder
-    shortage = () if eviction else _shortage(model, num_blocks * block_size)
+    groups = groups or LayerGroups.single(decoder.config.windows)
+    longest = groups.longest(num_blocks, block_size, options.max_num_batched_tokens)
+    shortage = () if eviction else _shortage(model, longest)
     if options.loading.strict:
         refuse_notes(shortage)
     return EngineInfo(
@@ -63,6 +67,10 @@ def make_plan(
         kv_cache_reason=model.kv_reason,
         kv_eviction="" if eviction is None else eviction.describe(),
         kv_budget=0 if eviction is None else eviction.max_tokens,
+        kv_full_bytes_per_token=_full_bytes(groups, decoder.kv_bytes_per_token),
+        kv_window_bytes=_window_bytes(groups, decoder.kv_bytes_per_token, block_size),
+        kv_sequence_blocks=_sequence_blocks(groups, model.max_model_len, block_size),
+        kv_groups=_describe(groups, decoder.config.windows),
         parts=(*_linears(model), *_operations(model, block_size, evicts=eviction is not None)),
         batch_invariance=invariance_cost(decoder) if options.loading.batch_invariant else "",
         prefix_caching=options.enable_prefix_caching and eviction is None,
@@ -87,11 +95,42 @@ def invariance_cost(decoder: Decoder) -> str:
     )
 
 
-def _shortage(model: LoadedModel, num_slots: int) -> tuple[str, ...]:
-    if num_slots >= model.max_model_len:
+def _full_bytes(groups: LayerGroups, bytes_per_token: int) -> int:
+    """Of a token, in groups that see everything; 0 where there is one group."""
+    if len(groups.windows) == 1:
+        return 0
+    return groups.windows.count(None) * groups.slot_bytes(bytes_per_token)
+
+
+def _window_bytes(groups: LayerGroups, bytes_per_token: int, block_size: int) -> int:
+    """Of a long sequence, in groups that have a window."""
+    windows = [window for window in groups.windows if window is not None]
+    blocks = sum(most_held(window, 1, block_size) for window in windows)
+    return blocks * block_size * groups.slot_bytes(bytes_per_token)
+
+
+def _sequence_blocks(groups: LayerGroups, length: int, block_size: int) -> int:
+    """Of a sequence; 0 where it holds all blocks that it has filled."""
+    return 0 if groups.windows == (None,) else groups.blocks(length, block_size)
+
+
+def _describe(groups: LayerGroups, windows: Sequence[int | None]) -> str:
+    if groups.obstacle:
+        return f"one for all layers, those with a window included: {groups.obstacle}"
+    if len(groups.windows) == 1:
+        return ""
+    counts = ", ".join(
+        f"{count} see everything" if window is None else f"{count} see {window:,} tokens"
+        for window, count in Counter(windows).items()
+    )
+    return f"layers: {counts}; {len(groups.windows)} tables of {groups.depth} layers each"
+
+
+def _shortage(model: LoadedModel, longest: int) -> tuple[str, ...]:
+    if longest >= model.max_model_len:
         return ()
     return (
-        f"the KV cache holds {num_slots} tokens, so no sequence reaches max_model_len="
+        f"the KV cache holds {longest} tokens, so no sequence reaches max_model_len="
         f"{model.max_model_len}; give it more memory, or lower max_model_len",
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from qtool.runtime.kernels.cpu.kv_pages import takes
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
 from qtool.runtime.kv_cache import AttentionCache, BlockPools, CacheForm, LayerCache, PagedCache
 from qtool.runtime.kv_fused import block_size_of
+from qtool.runtime.kv_groups import LayerGroups
 from qtool.runtime.layers import DecoderLayer
 from qtool.runtime.rotary import Rotary
 
@@ -100,21 +101,29 @@ class Decoder:
         heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         return self.kv.schemes.tail_bytes(heads, head_dim, self.kv_dtype.itemsize)
 
-    def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 1) -> BlockPools:
+    def new_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_tails: int = 1,
+        groups: LayerGroups | None = None,
+    ) -> BlockPools:
         """An empty cache of the kind :meth:`forward` reads.
 
         Args:
             num_tails: sequences that may run at a time, where the form has tail pages.
+            groups: which layers share block tables; all of them if ``None``.
 
         Raises:
             UsageError: blocks that native kernels do not take.
         """
         shape = (num_blocks, block_size, self.config.num_kv_heads, self.config.head_dim)
         if self.has_native_attention and isinstance(self.backend, NativeBackend):
-            return PagedCache(self.kv, shape, num_tails, self.kv_dtype, self.backend.library)
+            library = self.backend.library
+            return PagedCache(self.kv, shape, num_tails, self.kv_dtype, library, groups)
         # Eviction needs votes, which are counted from pages that torch can read.
         pages = None if self.kv.counts_votes else self.backend
-        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device, pages)
+        return LayerCache(self.kv, shape, num_tails, self.dtype, self.device, pages, groups)
 
     def warm_up(self, cache: BlockPools) -> None:
         """Compile what steps need before the first request; nothing is stored in blocks."""
@@ -125,7 +134,8 @@ class Decoder:
             tables = positions.new_zeros(1, -(-rows // cache.block_size))
             tokens, span = torch.zeros_like(positions), QuerySpan(0, rows, rows)
             nowhere, last = positions.new_full((rows,), -1), positions[-1:]
-            self.forward(Batch(tokens, positions, nowhere, (span,), tables, last, (0,)), cache)
+            batch = Batch(tokens, positions, nowhere, (span,), tables, last, (0,))
+            self.forward(replace(batch, more=(batch,) * (cache.num_groups - 1)), cache)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: BlockPools) -> Tensor:

@@ -63,6 +63,12 @@ class EngineInfo:
             form of the cache keeps those aside.
         kv_eviction: what a sequence keeps of its keys and values; empty for everything.
         kv_budget: tokens that a sequence holds at most; 0 for all of them.
+        kv_full_bytes_per_token: memory of a token further back than windows reach, where layers
+            have block tables of their own and some have a window; 0 where all have the same.
+        kv_window_bytes: what a sequence longer than that holds of layers with a window.
+        kv_sequence_blocks: blocks that a sequence of ``max_model_len`` holds at most.
+        kv_groups: which layers have block tables of their own, or why they have not; empty where
+            all see equally far.
         parts: which kernel runs what, and why.
         batch_invariance: what it costs; empty if it was not asked for.
     """
@@ -86,6 +92,10 @@ class EngineInfo:
     kv_tail_bytes: int = 0
     kv_eviction: str = ""
     kv_budget: int = 0
+    kv_full_bytes_per_token: int = 0
+    kv_window_bytes: int = 0
+    kv_sequence_blocks: int = 0
+    kv_groups: str = ""
     parts: tuple[PlannedPart, ...] = ()
     batch_invariance: str = ""
     prefix_caching: bool = False
@@ -95,12 +105,16 @@ class EngineInfo:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Tokens that the cache holds, in sequences of ``max_model_len`` where that decides it."""
+        if self.kv_full_bytes_per_token:
+            return int(self.num_full_sequences * self.max_model_len)
         return self.num_blocks * self.block_size
 
     @property
     def num_full_sequences(self) -> float:
         """Sequences of ``max_model_len`` that the cache holds."""
+        if self.kv_sequence_blocks:
+            return self.num_blocks / self.kv_sequence_blocks
         return self.num_cache_tokens / (self.kv_budget or self.max_model_len)
 
 

@@ -32,7 +32,7 @@ from operator import attrgetter
 
 from qtool.errors import RequestError
 from qtool.runtime.admission import LOOK_AHEAD, Admission, SchedulerConfig, check_can_ever_fit
-from qtool.runtime.blocks import BlockManager
+from qtool.runtime.blocks import BlockManager, Tables
 from qtool.runtime.scheduled_step import Chunk, ScheduledStep
 from qtool.runtime.sequence import Sequence, SequenceStatus
 
@@ -168,7 +168,7 @@ class Scheduler:
             assert sequence.status is SequenceStatus.RUNNING, sequence.request_id
         for sequence in self._waiting:
             assert sequence.status is SequenceStatus.WAITING, sequence.request_id
-            cached = len(sequence.block_table), sequence.num_computed
+            cached = sum(map(len, sequence.tables)), sequence.num_computed
             assert cached == (0, 0), f"{sequence.request_id}: waits, but holds {cached}"
         timed = {s.request_id for s in everyone if s.deadline is not None}
         assert timed == set(self._timed), "not all deadlines are watched"
@@ -227,7 +227,8 @@ class Scheduler:
         ]
         reserved = self._admission.reserved(self._running) if ready else 0
         for child, parent in ready:
-            shared = parent.block_table[: parent.num_computed // self._blocks.block_size]
+            num_full = parent.num_computed // self._blocks.block_size
+            shared = [table[:num_full] for table in parent.tables]
             if self._has_place and self._admission.fits(child, shared, reserved):
                 self._blocks.fork(parent, child)
                 self._start(child)
@@ -294,7 +295,7 @@ class Scheduler:
         patient = all(sequence.times_passed < self._config.max_passes for sequence in passed)
         return patient and len(passed) <= LOOK_AHEAD
 
-    def _fits(self, sequence: Sequence, prefix: list[int], reserved: int) -> bool:
+    def _fits(self, sequence: Sequence, prefix: Tables, reserved: int) -> bool:
         """A sequence that would run alone needs no more than it takes now."""
         if self._running:
             return self._admission.fits(sequence, prefix, reserved)

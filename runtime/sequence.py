@@ -9,7 +9,7 @@ from qtool.runtime.sampling_params import SamplingParams
 
 # No tail page.
 NO_TAIL = -1
-# In a block table: behind the window of every layer, and given back.
+# In a block table: behind the window of every layer of its group, and given back.
 FORGOTTEN = -1
 
 
@@ -34,6 +34,7 @@ class Sequence:
         deadline: when it ends whatever it has, on the clock of ``Scheduler.expire``.
         arrival: position among all sequences ever added; breaks ties of priority.
         block_table: physical block of each logical block of tokens that was not evicted.
+        more_tables: the same for further groups of layers (:mod:`.kv_groups`), each as long.
         tail: the page that holds its unfinished block, where the cache keeps those aside.
         num_computed: how many tokens, from the first, have their keys and values in the cache.
         num_evicted: how many of these were evicted: their blocks are gone from the table, and those
@@ -53,6 +54,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list, init=False)
     arrival: int = field(default=-1, init=False)
     block_table: list[int] = field(default_factory=list, init=False)
+    more_tables: tuple[list[int], ...] = field(default=(), init=False)
     tail: int = field(default=NO_TAIL, init=False)
     num_computed: int = field(default=0, init=False)
     num_evicted: int = field(default=0, init=False)
@@ -61,6 +63,11 @@ class Sequence:
     token_limit: int = field(default=0, init=False)
     times_passed: int = field(default=0, init=False)
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
+
+    @property
+    def tables(self) -> tuple[list[int], ...]:
+        """Its block tables, one a group of layers."""
+        return self.block_table, *self.more_tables
 
     @property
     def num_tokens(self) -> int:

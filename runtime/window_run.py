@@ -38,7 +38,7 @@ class WindowRun:
         evictor = None if eviction is None else new_evictor(eviction, self.cache)
         self._blocks = BlockManager(blocks, self._block_size, num_tails=1, evictor=evictor)
         self._sequence = Sequence("window", window, SamplingParams())
-        self._blocks.adopt(self._sequence, [])
+        self._blocks.adopt(self._sequence, [[]])
 
     def logits(self, start: int, end: int) -> Tensor:
         """Float32 logits [end - start, vocab]; chunks must follow one another."""

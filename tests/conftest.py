@@ -110,10 +110,10 @@ def expecting_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from qtool.runtime.admission import Admission
     from qtool.runtime.sequence import Sequence
 
-    def final_blocks(admission: Admission, sequence: Sequence) -> int:
-        return admission._blocks.most_blocks(sequence.num_tokens + 1)
+    def expected_end(_: Admission, sequence: Sequence) -> int:
+        return sequence.num_tokens + 1
 
-    monkeypatch.setattr(Admission, "_final_blocks", final_blocks)
+    monkeypatch.setattr(Admission, "_expected_end", expected_end)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -65,6 +65,8 @@ RUNTIME_PLAIN = {
     "tails",
     "eviction",
     "blocks",
+    "block_refs",
+    "kv_groups",
     "admission",
     "scheduled_step",
     "scheduler",

@@ -138,6 +138,14 @@ class FusedCache(ABC):
     pools: list[Tensor]
 
     @abstractmethod
+    def beside(self, tails: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> FusedCache:
+        """Another layer's, of the same form, in other blocks of the same pools.
+
+        Args:
+            tails, scales: the other's, where the form has them.
+        """
+
+    @abstractmethod
     def attend(
         self,
         q: Tensor,

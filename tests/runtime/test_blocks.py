@@ -204,7 +204,7 @@ class TestWindow:
         return [block for block in sequence.block_table if block != FORGOTTEN]
 
     def test_a_block_returns_when_the_next_token_sees_none_of_it(self) -> None:
-        blocks = BlockManager(num_blocks=8, block_size=4, window=6)
+        blocks = BlockManager(num_blocks=8, block_size=4, windows=(6,))
         sequence = make_sequence("a", list(range(30)))
         # After 8 tokens the next stands at 8 and sees 3 .. 8; after 9, 4 .. 9.
         assert len(self._compute(blocks, sequence, 8)) == 2
@@ -213,7 +213,7 @@ class TestWindow:
         assert blocks.num_free == 6
 
     def test_a_sequence_longer_than_the_cache_goes_on(self) -> None:
-        blocks = BlockManager(num_blocks=3, block_size=4, window=6)
+        blocks = BlockManager(num_blocks=3, block_size=4, windows=(6,))
         sequence = make_sequence("a", list(range(100)))
         for _ in range(100):
             assert len(self._compute(blocks, sequence, 1)) <= 3
@@ -221,7 +221,7 @@ class TestWindow:
         assert blocks.num_free == 3
 
     def test_a_child_shares_nothing_where_the_parent_forgot_what_it_would_see(self) -> None:
-        blocks = BlockManager(num_blocks=8, block_size=4, window=6)
+        blocks = BlockManager(num_blocks=8, block_size=4, windows=(6,))
         parent = make_sequence("parent", list(range(20)))
         self._compute(blocks, parent, 16)
         near, far = _fork(blocks, parent), make_sequence("far", list(range(9)))
@@ -231,7 +231,7 @@ class TestWindow:
         blocks.check_integrity([parent, near, far])
 
     def test_a_shared_block_stays_until_all_have_forgotten_it(self) -> None:
-        blocks = BlockManager(num_blocks=8, block_size=4, window=4)
+        blocks = BlockManager(num_blocks=8, block_size=4, windows=(4,))
         parent = make_sequence("parent", list(range(40)))
         self._compute(blocks, parent, 4)
         child = _fork(blocks, parent)
@@ -249,7 +249,7 @@ Actions = st.lists(st.tuples(st.sampled_from("gff"), st.integers(0, 9), st.integ
 def test_the_books_are_exact_after_any_growing_forking_and_freeing(
     actions: list[tuple[str, int, int]], block_size: int, window: int | None
 ) -> None:
-    blocks = BlockManager(num_blocks=12, block_size=block_size, window=window)
+    blocks = BlockManager(num_blocks=12, block_size=block_size, windows=(window,))
     tokens = list(range(200))
     owners = [make_sequence(str(i), tokens) for i in range(3)]
     for action, which, size in actions:

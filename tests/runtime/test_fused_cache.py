@@ -14,6 +14,7 @@ from qtool.errors import EngineError
 from qtool.runtime.batch import build_batch
 from qtool.runtime.kv_cache import BlockPools, LayerCache
 from qtool.runtime.kv_fused import FusedLayer, page_form
+from qtool.runtime.kv_groups import group_layers
 from qtool.runtime.kv_schemes import INT4, SCHEMES, KVScheme, Stored
 from qtool.runtime.load_plan import make_plan
 from qtool.runtime.loaded_model import LoadedModel, load_model
@@ -21,7 +22,7 @@ from qtool.runtime.model import Decoder
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.scheduled_step import Chunk
-from qtool.runtime.sequence import Sequence
+from qtool.runtime.sequence import FORGOTTEN, Sequence
 from qtool.runtime.tails import BlockCopy
 from support.gemm import relative_error
 
@@ -113,6 +114,39 @@ def test_forks_in_mid_page_see_what_each_would_alone(scheme: str, folder: Path) 
         _step(decoder, own, Chunk(alone, 0, 70))
         expected = _step(decoder, own, Chunk(alone, 70, 1))[0]
         assert relative_error(logits, expected.double()) < 1e-3
+
+
+@pytest.mark.parametrize("scheme", ["wide", "int8", "int4"])
+def test_groups_of_layers_see_their_own_blocks_and_nothing_behind_their_window(
+    scheme: str, model_factory: Callable[..., Path]
+) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+    shape = {"model_type": "qwen2", "head_dim": 64, "heads": 2, "kv_heads": 1, "hidden_size": 128}
+    folder = model_factory(dtype=torch.float16, layers=2, **shape, **window)
+    decoder, size = _load(folder, "triton", scheme).decoder, 64 if scheme == "int4" else 16
+    groups, ids = group_layers(decoder.config.windows, size, 256), _ids(140)
+    assert groups.windows == (None, 40) and groups.depth == 1
+    caches = [decoder.new_cache(20, size, 1, g) for g in (None, groups)]
+    assert all(isinstance(layer, FusedLayer) for layer in caches[1].layers)  # type: ignore[attr-defined]
+    for cache in caches:
+        for pool in (*cache.pools, *cache.tails):
+            pool.view(torch.uint8).fill_(255)
+    whole, apart = (_sequence("s", ids, list(range(10, 1, -1)), 0) for _ in caches)
+    apart.more_tables = (list(range(11, 20)),)
+    start = 0
+    for length in (130, 6, 1, 1):
+        logits = [
+            decoder.forward(build_batch([Chunk(s, start, length)], size, CPU, [True]), cache)
+            for s, cache in zip((whole, apart), caches, strict=True)
+        ]
+        assert torch.equal(logits[0], logits[1])
+        start += length
+        for index in range((start - 40 + 1) // size):
+            if (block := apart.more_tables[0][index]) != FORGOTTEN:
+                apart.more_tables[0][index] = FORGOTTEN
+                for pool in caches[1].pools:
+                    pool[block].view(torch.uint8).fill_(255)
+    assert FORGOTTEN in apart.more_tables[0]
 
 
 class _Recorder:

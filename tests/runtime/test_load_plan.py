@@ -169,6 +169,26 @@ def test_serve_plan_says_what_eviction_keeps_and_what_then_fits(tiny_model_folde
         assert text in result.stdout, text
 
 
+def test_serve_plan_says_what_windows_give_back_or_why_they_do_not(
+    model_factory: Callable[..., Path],
+) -> None:
+    folder = model_factory(max_positions=1024, **FAMILY_VARIANTS["gemma3"])
+    asked = ["--plan", "--device", "cpu", "--backend", "reference", "--dtype", "fp32"]
+    asked += ["--kv-cache-memory", "1M"]
+    result = CliRunner().invoke(main, ["serve", str(folder), *asked])
+    assert result.exit_code == 0, result.output
+    # Blocks of 2 layers: 64 of them and 3 for the window, instead of 64 of 4 layers.
+    for text in (
+        "1,864 tokens in 122 blocks of 16 (1.8 sequences of 1,024)",
+        "block tables: layers: 2 see 24 tokens, 2 see everything; 2 tables of 2 layers each",
+        "a token takes 512 B behind the windows, a sequence 24.6 kB within them",
+    ):
+        assert text in result.stdout, (text, result.stdout)
+    asked += ["--kv-eviction", "heavy-hitter", "--kv-budget", "160"]
+    result = CliRunner().invoke(main, ["serve", str(folder), *asked])
+    assert "one for all layers, those with a window included: eviction drops" in result.stdout
+
+
 def test_the_server_tells_it_without_the_models_place_on_disk(tiny_model_folder: Path) -> None:
     with real_server(tiny_model_folder) as server:
         server.post("/v1/completions", prompt="The", max_tokens=2, ignore_eos=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtool.runtime import prefix_cache
 from qtool.runtime.blocks import BlockManager
+from qtool.runtime.kv_groups import first_seen
 from qtool.runtime.prefix_cache import PrefixCache
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.sequence import FORGOTTEN, Sequence
@@ -17,7 +20,7 @@ SIZE = 4
 
 
 def _make_blocks(num_blocks: int = 16, window: int | None = None) -> BlockManager:
-    return BlockManager(num_blocks, SIZE, window, PrefixCache(SIZE))
+    return BlockManager(num_blocks, SIZE, (window,), PrefixCache(SIZE))
 
 
 def _start(blocks: BlockManager, sequence: Sequence, num_tokens: int | None = None) -> int:
@@ -32,7 +35,7 @@ def _start(blocks: BlockManager, sequence: Sequence, num_tokens: int | None = No
 
 def _known(blocks: BlockManager, tokens: list[int], salt: str = "") -> int:
     """How many tokens a newcomer would not have to compute."""
-    return SIZE * len(blocks.find_prefix(make_sequence("probe", tokens, salt=salt)))
+    return SIZE * len(blocks.find_prefix(make_sequence("probe", tokens, salt=salt))[0])
 
 
 def test_whole_blocks_are_found_while_their_owner_runs_and_after_it_has_ended() -> None:
@@ -75,7 +78,7 @@ def test_a_salt_a_form_of_the_cache_and_a_block_size_of_their_own_share_nothing(
     digests = set()
     for size, scheme, salt in ((4, "", ""), (4, "int8", ""), (2, "", ""), (4, "", "x")):
         sequence = make_sequence("a", [1] * 5, salt=salt)
-        PrefixCache(size, scheme).find(sequence, lambda _: 0)
+        PrefixCache(size, scheme).find(sequence, [lambda _: 0])
         digests.add(sequence.block_digests[0])
     assert len(digests) == 4
 
@@ -96,7 +99,7 @@ def test_one_that_asks_for_scores_of_its_prompt_computes_all_of_it() -> None:
     blocks, tokens = _make_blocks(), list(range(9))
     _start(blocks, make_sequence("owner", tokens))
     scored = Sequence("scored", tokens, SamplingParams(prompt_logprobs=0))
-    assert blocks.find_prefix(scored) == []
+    assert blocks.find_prefix(scored) == [[]]
 
 
 def test_two_that_computed_the_same_end_up_with_the_same_blocks() -> None:
@@ -170,10 +173,41 @@ class TestWindow:
         blocks.grow(taker, 20)  # takes the blank ones and the oldest
         visitor = make_sequence("visitor", tokens)
         found = blocks.find_prefix(visitor)
-        assert len(found) == 5 and found[:4] == [FORGOTTEN] * 4 and found[4] != FORGOTTEN
+        (table,) = found
+        assert len(table) == 5 and table[:4] == [FORGOTTEN] * 4 and table[4] != FORGOTTEN
         blocks.adopt(visitor, found)
         assert visitor.num_computed == 20
         blocks.check_integrity([taker, visitor])
+
+
+Known = st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@given(known=Known, windows=st.lists(st.sampled_from([None, 1, 5, 9, 18]), min_size=3, max_size=3))
+def test_the_longest_prefix_is_found_of_which_every_group_knows_what_the_next_token_sees(
+    known: list[list[bool]], windows: list[int | None]
+) -> None:
+    prefixes, owner = PrefixCache(SIZE), make_sequence("owner", list(range(9 * SIZE)))
+    owner.block_table, *more = (list(range(9 * g, 9 * g + 9)) for g in range(len(known)))
+    owner.more_tables = tuple(more)
+    for group, blocks in enumerate(known):
+        for index in range(9):
+            if blocks[index]:
+                prefixes.register(owner, index, group)
+    seen = [partial(first_seen, window=w, block_size=SIZE) for w in windows[: len(known)]]
+
+    def valid(length: int) -> bool:
+        starts = [min(first(length * SIZE), length - 1) for first in seen]
+        parts = zip(known, starts, strict=True)
+        return length == 0 or all(all(blocks[start:length]) for blocks, start in parts)
+
+    visitor = make_sequence("visitor", [*range(9 * SIZE), 1])
+    length = max(filter(valid, range(10)))
+    for group, table in enumerate(prefixes.find(visitor, seen)):
+        start = min(seen[group](length * SIZE), length)
+        held = list(range(9 * group + start, 9 * group + length))
+        assert table == [FORGOTTEN] * start + held
 
 
 Steps = st.lists(st.tuples(st.sampled_from("agf"), st.integers(0, 7), st.integers(1, 9)))
@@ -204,5 +238,6 @@ def test_a_block_is_never_forgotten_before_one_that_continues_it(
             blocks.free(owners[which % len(owners)])
         blocks.check_integrity(owners)
         roots = {prefixes._parent(owner, 0) for owner in owners}
+        known = {digest for _, digest in prefixes._known}
         for entry in prefixes._known.values():
-            assert entry.parent in prefixes._known or entry.parent in roots
+            assert entry.parent in known or entry.parent in roots

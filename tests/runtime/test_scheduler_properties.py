@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qtool.errors import RequestError
 from qtool.runtime.admission import SchedulerConfig
+from qtool.runtime.block_refs import BlockRefs
 from qtool.runtime.blocks import BlockManager
 from qtool.runtime.eviction import EvictionRule, Evictor
 from qtool.runtime.prefix_cache import PrefixCache
@@ -32,6 +33,7 @@ from support.schedules import (
     assert_streams_are_those_of_solo_runs,
     check_schedules,
     limit,
+    longest,
     max_steps,
     no_window,
     random_config,
@@ -134,11 +136,11 @@ class TestPlantedBugs:
         assert self._is_caught(tails=True)
 
     def test_a_reference_that_is_not_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def share(blocks: BlockManager, block: int) -> None:
-            blocks._idle.pop(block, None)
-            blocks._ref_counts[block] = max(blocks._ref_counts[block], 1)
+        def share(refs: BlockRefs, block: int) -> None:
+            refs._idle.pop(block, None)
+            refs._counts[block] = max(refs._counts[block], 1)
 
-        monkeypatch.setattr(BlockManager, "_share", share)
+        monkeypatch.setattr(BlockRefs, "share", share)
         assert self._is_caught()
 
     def test_the_same_where_the_books_are_not_checked(
@@ -235,6 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         remembers=st.booleans(),
         num_tails=st.sampled_from([None, 1, 6]),
         budget=st.sampled_from([None, None, 3, 5]),
+        more_windows=st.sampled_from([(), (), (4,), (9, 2)]),
     )
     def start(
         self,
@@ -250,11 +253,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         remembers: bool,
         num_tails: int | None,
         budget: int | None,
+        more_windows: tuple[int, ...],
     ) -> None:
         rule = None
         if budget is not None and num_slots // block_size >= budget:
             rule = EvictionRule(block_size, budget, budget // 2)
-            remembers, window, model_len = False, None, min(model_len, 60)
+            remembers, window, model_len, more_windows = False, None, min(model_len, 60), ()
+        if more_windows:
+            window = None
         config = SchedulerConfig(
             seqs,
             seqs + spare,
@@ -265,12 +271,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.engine = ScriptedEngine(
             config,
-            num_slots // block_size,
+            num_slots // block_size * (1 + len(more_windows)),
             block_size,
             window,
             remembers=remembers,
             num_tails=num_tails,
             rule=rule,
+            more_windows=more_windows,
         )
         self.num_added = 0
 
@@ -280,8 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def _longest(self) -> int:
-        num_slots = self.engine.blocks.num_slots if self.engine.rule is None else 10**9
-        return min(self.engine.config.max_model_len, num_slots)
+        return longest(self.engine)
 
     def _pick(self, which: int) -> Sequence:
         return self.engine.alive[which % len(self.engine.alive)]

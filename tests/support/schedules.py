@@ -18,9 +18,20 @@ def limit(engine: ScriptedEngine, sequence: Sequence) -> int:
     """As ``Scheduler.token_limit``, worked out again."""
     max_tokens = sequence.params.max_tokens
     wanted = 10**9 if max_tokens is None else len(sequence.prompt_token_ids) + max_tokens
-    num_slots = engine.blocks.num_blocks * engine.blocks.block_size
-    fits = num_slots if engine.rule is None else 10**9
-    return min(wanted, engine.config.max_model_len, fits)
+    return min(wanted, longest(engine))
+
+
+def longest(engine: ScriptedEngine) -> int:
+    """Tokens that a sequence may have, by the blocks that it would hold on its way."""
+    size, chunk = engine.blocks.block_size, engine.config.max_num_batched_tokens
+    if engine.rule is not None:
+        return engine.config.max_model_len
+    for length in range(1, engine.config.max_model_len + 1):
+        # A chunk's first token sees a window; blocks begin before it, and end behind the chunk.
+        reaches = [length if w is None else w - 1 + chunk + size - 1 for w in engine.windows]
+        if sum(-(-min(length, reach) // size) for reach in reaches) > engine.blocks.num_blocks:
+            return (length - 1) // size * size
+    return engine.config.max_model_len
 
 
 def max_steps(engine: ScriptedEngine, sequences: list[Sequence]) -> int:
@@ -37,8 +48,8 @@ def max_steps(engine: ScriptedEngine, sequences: list[Sequence]) -> int:
 
 def assert_streams_are_those_of_solo_runs(engine: ScriptedEngine) -> None:
     for sequence in engine.finished:
-        longest = limit(engine, sequence)
-        expected = run_alone(sequence.prompt_token_ids, longest, engine.window, engine.rule)
+        end = limit(engine, sequence)
+        expected = run_alone(sequence.prompt_token_ids, end, engine.windows, engine.rule)
         assert sequence.output_token_ids == expected, sequence.request_id
 
 
@@ -108,6 +119,7 @@ def _run_random_schedule(
     remembers: bool = True,
     tails: bool = False,
     evicts: bool = False,
+    more_windows: tuple[int, ...] = (),
 ) -> ScriptedEngine:
     rng = random.Random(seed)
     config, num_blocks, block_size = random_config(rng)
@@ -118,7 +130,14 @@ def _run_random_schedule(
         # Nothing else bounds an answer.
         config = replace(config, max_model_len=min(config.max_model_len, 90))
     engine = ScriptedEngine(
-        config, num_blocks, block_size, window, remembers=remembers, num_tails=num_tails, rule=rule
+        config,
+        num_blocks * (1 + len(more_windows)),
+        block_size,
+        window,
+        remembers=remembers,
+        num_tails=num_tails,
+        rule=rule,
+        more_windows=more_windows,
     )
     priorities = rng.choice([1, 1, 3])
     for i in range(rng.randint(1, 40)):
@@ -133,12 +152,14 @@ def check_schedules(
     remembers: bool = True,
     tails: bool = False,
     evicts: bool = False,
+    more_windows: Callable[[int], tuple[int, ...]] = lambda seed: (),
 ) -> dict[str, float]:
     """How often what might go wrong was tried, a schedule."""
     counts = Counter[str]()
     for seed in seeds:
         try:
-            engine = _run_random_schedule(seed, window(seed), remembers, tails, evicts)
+            more = more_windows(seed)
+            engine = _run_random_schedule(seed, window(seed), remembers, tails, evicts, more)
             assert_streams_are_those_of_solo_runs(engine)
         except AssertionError as error:
             raise AssertionError(f"schedule with seed {seed}: {error}") from error
@@ -157,3 +178,9 @@ def no_window(seed: int) -> None:
 
 def some_window(seed: int) -> int:
     return 1 + seed % 10
+
+
+def layer_groups(seed: int) -> tuple[int, ...]:
+    """Windows of one to three groups beside the first, wide ones first."""
+    rng = random.Random(seed)
+    return tuple(sorted((rng.randint(1, 10) for _ in range(rng.randint(1, 3))), reverse=True))

@@ -7,6 +7,10 @@ therefore changes the tokens, as it would with a real model.
 Where blocks are evicted, the one whose tokens have the least checksum goes; what should be left is
 worked out from the tokens alone, one by one.
 
+Groups of layers have block tables of their own, each with its window: tokens are written to all of
+them, with a mark of the group as layers store different things, and a sample is a hash of what each
+of them shows.
+
 With tail pages a block is written from its sequence's page when it is full, and what is not full is
 read from there.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from itertools import chain
 from zlib import crc32
 
 from qtool.runtime.admission import SchedulerConfig
@@ -53,12 +58,16 @@ def kept(tokens: list[int], rule: EvictionRule | None) -> list[int]:
 
 
 def run_alone(
-    prompt: list[int], limit: int, window: int | None = None, rule: EvictionRule | None = None
+    prompt: list[int],
+    limit: int,
+    windows: SequenceOf[int | None] = (None,),
+    rule: EvictionRule | None = None,
 ) -> list[int]:
     """The output of a prompt with no scheduler, no cache and no neighbours."""
     tokens = list(prompt)
     while len(tokens) < limit and (len(tokens) == len(prompt) or tokens[-1] != STOP_TOKEN):
-        tokens.append(next_token(kept(tokens if window is None else tokens[-window:], rule)))
+        seen = [tokens if window is None else tokens[-window:] for window in windows]
+        tokens.append(next_token([token for part in seen for token in kept(part, rule)]))
     return tokens[len(prompt) :]
 
 
@@ -88,13 +97,22 @@ class ScriptedEngine:
         remembers: bool = False,
         num_tails: int | None = None,
         rule: EvictionRule | None = None,
+        more_windows: SequenceOf[int] = (),
     ) -> None:
         prefixes = PrefixCache(block_size) if remembers else None
         self.rule = rule
         evictor = None if rule is None else Evictor(rule, self._weigh)
-        self.blocks = BlockManager(num_blocks, block_size, window, prefixes, num_tails, evictor)
+        self.windows = (window, *more_windows)
+        self.blocks = BlockManager(
+            num_blocks,
+            block_size,
+            self.windows,
+            prefixes,
+            num_tails,
+            evictor,
+            config.max_num_batched_tokens,
+        )
         self._tails: list[list[int | None]] = [[None] * block_size for _ in range(num_tails or 0)]
-        self.window = window
         self.scheduler = Scheduler(config, self.blocks)
         self.config = config
         self.alive: list[Sequence] = []
@@ -177,25 +195,28 @@ class ScriptedEngine:
         for src, dst in step.copies:
             self._cache[dst * size : (dst + 1) * size] = self._cache[src * size : (src + 1) * size]
         # The owners are counted here anew, not taken from the block manager.
-        tables = [sequence.block_table for sequence in self.alive]
+        tables = [table for sequence in self.alive for table in sequence.tables]
         owners = Counter(block for table in tables for block in table if block != FORGOTTEN)
         self._check_salts()
         for chunk in step.chunks:
             self._write(chunk, owners)
         for chunk in step.chunks:
             end = chunk.start + chunk.length
-            first = self._first_seen(chunk.start)
-            held = self._read(chunk.sequence, first, end)
-            meant = kept(chunk.sequence.token_ids(first, end), self.rule)
-            assert held == meant, f"{chunk.sequence.request_id}: cache holds {held}, not {meant}"
-            # Read in the step, as a model does: its commit may forget what only this step saw.
-            seen = self._read(chunk.sequence, self._first_seen(end - 1), end)
+            seen = list[int | None]()
+            for group, window in enumerate(self.windows):
+                first = _first_seen(chunk.start, window)
+                held = self._read(chunk.sequence, group, first, end)
+                meant = kept(chunk.sequence.token_ids(first, end), self.rule)
+                name = chunk.sequence.request_id
+                assert held == meant, f"{name}: cache of group {group} holds {held}, not {meant}"
+                # Read in the step, as a model does: its commit may forget what only this step saw.
+                seen += self._read(chunk.sequence, group, _first_seen(end - 1, window), end)
             self._sampled_from[chunk.sequence.request_id] = seen
 
     def _check_salts(self) -> None:
         salts: dict[int, str] = {}
         for sequence in self.alive:
-            for block in sequence.block_table:
+            for block in chain.from_iterable(sequence.tables):
                 if block != FORGOTTEN:
                     salt = salts.setdefault(block, sequence.cache_salt)
                     assert salt == sequence.cache_salt, f"block {block} is shared across salts"
@@ -203,37 +224,40 @@ class ScriptedEngine:
     def _write(self, chunk: Chunk, owners: Counter[int]) -> None:
         tokens = chunk.sequence.token_ids(chunk.start, chunk.start + chunk.length)
         for position, token in enumerate(tokens, start=chunk.start):
-            slot = self._slot(chunk.sequence, position - chunk.sequence.num_evicted)
-            block = slot // self.blocks.block_size
-            assert owners[block] == 1, f"block {block} is written, and has {owners[block]} owners"
-            self._put(chunk.sequence, slot, token)
+            for group in range(len(self.windows)):
+                slot = self._slot(chunk.sequence, group, position - chunk.sequence.num_evicted)
+                block = slot // self.blocks.block_size
+                owned = f"block {block} is written, and has {owners[block]} owners"
+                assert owners[block] == 1, owned
+                self._put(chunk.sequence, slot, token, VOCAB_SIZE * group)
 
-    def _read(self, sequence: Sequence, first: int, end: int) -> list[int | None]:
-        gone = sequence.num_evicted
-        return [self._held(sequence, slot, end - gone) for slot in range(first, end - gone)]
+    def _read(self, sequence: Sequence, group: int, first: int, end: int) -> list[int | None]:
+        held = end - sequence.num_evicted
+        return [self._held(sequence, group, place, held) for place in range(first, held)]
 
-    def _put(self, sequence: Sequence, slot: int, token: int) -> None:
+    def _put(self, sequence: Sequence, slot: int, token: int, mark: int) -> None:
         if not self._tails:
-            self._cache[slot] = token
+            self._cache[slot] = token + mark
             return
         size, tail = self.blocks.block_size, self._tails[sequence.tail]
         tail[slot % size] = token
         if slot % size == size - 1:
-            self._cache[slot + 1 - size : slot + 1] = tail
+            page = [None if token is None else token + mark for token in tail]
+            self._cache[slot + 1 - size : slot + 1] = page
 
-    def _held(self, sequence: Sequence, place: int, end: int) -> int | None:
+    def _held(self, sequence: Sequence, group: int, place: int, end: int) -> int | None:
         """What of a sequence that holds ``end`` computed tokens lies at a place."""
         size = self.blocks.block_size
         if self._tails and place // size == end // size:
             return self._tails[sequence.tail][place % size]
-        return self._cache[self._slot(sequence, place)]
+        token = self._cache[self._slot(sequence, group, place)]
+        return None if token is None else token - VOCAB_SIZE * group
 
-    def _first_seen(self, position: int) -> int:
-        return 0 if self.window is None else max(0, position - self.window + 1)
-
-    def _slot(self, sequence: Sequence, place: int) -> int:
-        block, offset = divmod(place, self.blocks.block_size)
-        return sequence.block_table[block] * self.blocks.block_size + offset
+    def _slot(self, sequence: Sequence, group: int, place: int) -> int:
+        index, offset = divmod(place, self.blocks.block_size)
+        block = sequence.tables[group][index]
+        assert block != FORGOTTEN, f"{sequence.request_id}: group {group} forgot place {place}"
+        return block * self.blocks.block_size + offset
 
     def _weigh(self, blocks: SequenceOf[int]) -> list[int]:
         size = self.blocks.block_size
@@ -243,10 +267,11 @@ class ScriptedEngine:
     def _append(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.FINISHED:
             return
-        first = self._first_seen(sequence.num_tokens - 1)
+        last = sequence.num_tokens - 1
+        num_seen = sum(last + 1 - _first_seen(last, window) for window in self.windows)
         held = self._sampled_from.pop(sequence.request_id)
         tokens = [token for token in held if token is not None]
-        assert self.rule is not None or len(tokens) == sequence.num_tokens - first
+        assert self.rule is not None or len(tokens) == num_seen
         if sequence.num_tokens < self.scheduler.token_limit(sequence):
             sequence.append(next_token(tokens))
         limit_reached = sequence.num_tokens == self.scheduler.token_limit(sequence)
@@ -254,3 +279,7 @@ class ScriptedEngine:
             self.scheduler.finish(sequence)
             self.alive.remove(sequence)
             self.finished.append(sequence)
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qtool.runtime.batch import Batch
 from qtool.runtime.kv_cache import BlockPools, CacheForm
+from qtool.runtime.kv_groups import LayerGroups
 from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.options import ModelOptions
@@ -50,7 +51,13 @@ class ScriptedDecoder:
     def warm_up(self, cache: object) -> None:
         """There is nothing to compile."""
 
-    def new_cache(self, num_blocks: int, block_size: int, num_tails: int = 0) -> BlockPools:
+    def new_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_tails: int = 0,
+        groups: LayerGroups | None = None,
+    ) -> BlockPools:
         return BlockPools(block_size, [torch.zeros(num_blocks)])
 
     def forward(self, batch: Batch, cache: object) -> Tensor:

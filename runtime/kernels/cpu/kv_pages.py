@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.runtime.kernels.cpu.memory import huge_zeros
+from qtool.runtime.kv_groups import LayerGroups
 from qtool.runtime.kv_schemes import (
     FP8,
     FP8_STATIC,
@@ -63,6 +64,7 @@ class KvLayer(ctypes.Structure):
         ("tail_stride", ctypes.c_int64),
         ("key_scales", ctypes.c_void_p),
         ("value_scales", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
     )
 
 
@@ -107,18 +109,28 @@ class KvPages:
     Args:
         block_size: tokens a block, whole tiles.
         num_tails: tail pages, where any layer keeps them.
+        groups: which layers share blocks; those at one place are of one form.
 
     Attributes:
-        blocks: uint8 [num_blocks, bytes of a block], a layer each.
+        blocks: uint8 [num_blocks, bytes of a layer's page], one for each place in a block.
         tails: uint8 [num_tails, layers that keep one, bytes of a tail page]: a fork copies one run.
         structs: a :class:`KvLayer` each, valid as long as this object lives.
     """
 
-    def __init__(self, form: KvForm, num_blocks: int, block_size: int, num_tails: int) -> None:
+    def __init__(
+        self,
+        form: KvForm,
+        num_blocks: int,
+        block_size: int,
+        num_tails: int,
+        groups: LayerGroups | None = None,
+    ) -> None:
         assert block_size % TILE == 0
         self.form, self.block_size = form, block_size
         layers = range(len(form.schemes))
-        self.blocks = _layers([form.block_bytes(i, block_size) for i in layers], num_blocks)
+        self._groups = groups or LayerGroups.single((None,) * len(layers))
+        sizes = [form.block_bytes(i, block_size) for i in self._groups.first_of_place()]
+        self.blocks = _places(sizes, num_blocks)
         kept = [i for i in layers if form.schemes[i].has_tails]
         size = num_tails * len(kept) * form.tail_bytes
         self.tails = huge_zeros(size).view(-1, len(kept), form.tail_bytes) if size else None
@@ -137,14 +149,16 @@ class KvPages:
         return torch.tensor(tails, dtype=torch.int64)
 
     def _struct(self, layer: int) -> KvLayer:
-        struct = KvLayer(self.form.shape(layer, self.block_size), self.blocks[layer].data_ptr())
+        group, place = self._groups.places[layer]
+        struct = KvLayer(self.form.shape(layer, self.block_size), self.blocks[place].data_ptr())
+        struct.group = group
         if self._scales:
             keys, values = self._scales[layer]
             struct.key_scales, struct.value_scales = keys.data_ptr(), values.data_ptr()
         return struct
 
 
-def _layers(sizes: Sequence[int], num_blocks: int) -> list[Tensor]:
+def _places(sizes: Sequence[int], num_blocks: int) -> list[Tensor]:
     """uint8 [num_blocks, size] for each of ``sizes``, in one run, each at a cache line."""
     padded = [-(-size * num_blocks // ALIGNMENT) * ALIGNMENT for size in sizes]
     parts = huge_zeros(sum(padded)).split(padded)

@@ -43,6 +43,8 @@ class StepLayout(AttentionLayout, Protocol):
     def logit_rows(self) -> Tensor: ...
     @property
     def tails(self) -> tuple[int, ...]: ...
+    @property
+    def more(self) -> Sequence[AttentionLayout]: ...
 
 
 def _pointers(*names: str) -> list[tuple[str, type]]:
@@ -162,19 +164,22 @@ class NativeStep:
     ) -> None:
         self._use_pages(pages)
         tails = pages.tail_numbers(batch.tails)
+        tables = batch.block_tables
+        if batch.more:
+            tables = torch.stack([tables, *(part.block_tables for part in batch.more)])
         numbers = [n for s in batch.spans for n in (s.start, s.length, s.context_len)]
         spans = (ctypes.c_int64 * len(numbers))(*numbers)
         struct = _Batch(
             batch.token_ids.data_ptr(),
             ctypes.addressof(spans),
-            batch.block_tables.data_ptr(),
+            tables.data_ptr(),
             None if tails is None else tails.data_ptr(),
             batch.logit_rows.data_ptr(),
             out.data_ptr(),
             None if likeliest is None else likeliest.data_ptr(),
             len(batch.token_ids),
             len(batch.spans),
-            batch.block_tables.shape[1],
+            tables.shape[-1],
             len(batch.logit_rows),
         )
         self._library.qt_step(self._struct, struct, self._workspace)

@@ -9,6 +9,7 @@ for all layers. Its grid, and that of the attention, follow from numbers of tile
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -157,6 +158,12 @@ class AttentionPlan:
         self._fixed = fixed
         self._budget = max(1, target.num_sms * PROGRAMS_PER_SM // num_kv_heads)
         self._splits: dict[int, Splits] = {}
+
+    def over(self, batch: PagedBatch) -> AttentionPlan:
+        """The same of the same rows, where they have slots and block tables of another group."""
+        other = copy(self)
+        other.batch = batch
+        return other
 
     def splits(self, window: int | None) -> Splits:
         """How contexts are split, for all layers of a window."""

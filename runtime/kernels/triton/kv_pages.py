@@ -8,6 +8,7 @@ threads. Grids are words of two float16, because two bytes are not copied asynch
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -94,11 +95,13 @@ class PlanCache:
         self._plan: AttentionPlan | None = None
 
     def plan(self, batch: PagedBatch, group: int, num_kv_heads: int, page: int) -> AttentionPlan:
-        """The plan of a batch."""
+        """The plan of a batch; groups of layers with block tables of their own share one."""
         known = self._plan
-        if known is None or known.batch is not batch or known.page != page:
+        if known is None or known.batch.spans is not batch.spans or known.page != page:
             known = AttentionPlan(batch, group, num_kv_heads, page, self._target, self._fixed)
-            self._plan = known
+        elif known.batch is not batch:
+            known = known.over(batch)
+        self._plan = known
         return known
 
 
@@ -128,12 +131,21 @@ class TritonPages(FusedCache):
             make_pool(codes, shape, dtype, device, of_keys=of_keys, is_static=form.is_static)
             for codes, of_keys in ((form.keys, True), (form.values, False))
         )
-        self._tails, self._static = tails, None
-        if scales is not None:
-            heads = [scale.flatten().expand(self.num_kv_heads) for scale in scales]
-            self._static = torch.stack(heads).contiguous()
+        self._tails, self._static = tails, self._by_head(scales)
         grids = (self.keys.grid, self.values.grid)
         self.pools = [self.keys.words, self.values.words, *(g for g in grids if g is not None)]
+
+    def beside(self, tails: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> TritonPages:
+        other = copy(self)
+        other._tails, other._static = tails, self._by_head(scales)
+        return other
+
+    def _by_head(self, scales: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """A checkpoint's scales, float32 [2, num_kv_heads]."""
+        if scales is None:
+            return None
+        heads = [scale.flatten().expand(self.num_kv_heads) for scale in scales]
+        return torch.stack(heads).contiguous()
 
     def attend(
         self,

@@ -124,6 +124,7 @@ struct KvLayer {  // mirrored by qtool.runtime.kernels.cpu.kv_pages.KvLayer
   uint8_t* tails;  // tail pages, tail_stride bytes apart; or null
   int64_t tail_stride;
   const float *key_scales, *value_scales;  // [kv_heads], where the layer's heads have one
+  int64_t group;  // whose block tables name its pages
 };
 
 // Stores one token's key and value, each head_dim floats, at place `lane` of its tile; not of a

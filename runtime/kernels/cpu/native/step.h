@@ -38,7 +38,7 @@ struct Model {
 struct StepBatch {
   const int64_t* token_ids;     // [rows]
   const Span* spans;            // [num_spans], rows in order
-  const int64_t* block_tables;  // [num_spans][table_width]
+  const int64_t* block_tables;  // [groups of layers][num_spans][table_width]
   const int64_t* tails;         // [num_spans]: tail pages; or null
   const int64_t* logit_rows;   // [num_logits]
   float* out;           // [num_logits][vocab], or [num_logits][hidden] without a head

@@ -197,8 +197,9 @@ class Thread {
 
   AttentionLayer attention_of(const Layer& l) const {
     const StepBatch& b = step_.batch;
-    return {{b.spans, b.block_tables, b.table_width, b.tails, &step_.space.rows}, l.kv, l.scale,
-            l.window, 0};
+    const int64_t* tables = b.block_tables + l.kv->group * b.num_spans * b.table_width;
+    return {{b.spans, tables, b.table_width, b.tails, &step_.space.rows}, l.kv, l.scale, l.window,
+            0};
   }
   NewRows new_rows() const {
     const Model& m = step_.model;
