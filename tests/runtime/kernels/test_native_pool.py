@@ -27,8 +27,9 @@ def _inputs(rows: int) -> torch.Tensor:
     return torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
 
 
-def _num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _threads() -> set[str]:
+    """By number: some of other tests may end meanwhile."""
+    return set(os.listdir("/proc/self/task"))
 
 
 def test_callers_on_several_threads_take_turns() -> None:
@@ -46,14 +47,15 @@ def test_callers_on_several_threads_take_turns() -> None:
 def test_workers_end_when_stopped_and_come_back() -> None:
     linear, x = _linear(), _inputs(3)
     LIBRARY.qt_pool_stop()
-    before = _num_threads()
+    before = _threads()
     expected = linear(x)
     LIBRARY.qt_pool_start(4)
-    assert _num_threads() == before, "workers start with the first region"
+    assert _threads() <= before, "workers start with the first region"
     assert torch.equal(linear(x), expected)
-    assert _num_threads() == before + 3 and LIBRARY.qt_pool_size() == 4
+    workers = _threads() - before
+    assert len(workers) == 3 and LIBRARY.qt_pool_size() == 4
     LIBRARY.qt_pool_stop()
-    assert _num_threads() == before and LIBRARY.qt_pool_size() == 1
+    assert not workers & _threads() and LIBRARY.qt_pool_size() == 1
     assert LIBRARY.qt_pool_start(0) == 1 and LIBRARY.qt_pool_start(1000) == 256
     LIBRARY.qt_pool_start(2)
 
