@@ -18,8 +18,8 @@ from qtool.runtime.loaded_model import LoadedModel, load_model
 from qtool.runtime.options import EngineOptions, ModelOptions
 from qtool.runtime.outputs import CompletionOutput
 from qtool.runtime.request import Request
-from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.tokenizer import Tokenizer
+from support.alike import requests_alike
 from support.native import LEVELS
 
 # What is loaded, and how.
@@ -60,24 +60,9 @@ def _make_engine(model: LoadedModel, blocks: int, fill: int, **settings: int) ->
 
 def _requests(seed: int, count: int) -> list[Request]:
     """Half of them begin alike, a quarter are samples of the one before."""
-    chance = random.Random(seed)
-    common = [chance.randrange(384) for _ in range(40)]
-    requests: list[Request] = []
-    for index in range(count):
-        own = [chance.randrange(384) for _ in range(chance.randrange(1, 50))]
-        prompt = common[: chance.choice([0, 0, 20, 40])] + own
-        fork_of = None
-        if index % 4 == 3:
-            prompt, fork_of = list(requests[-1].prompt_token_ids), requests[-1].request_id
-        params = SamplingParams(
-            temperature=chance.choice([0.0, 1.0]),
-            seed=index,
-            logprobs=2,
-            max_tokens=chance.randrange(1, 40),
-            ignore_eos=True,
-        )
-        requests.append(Request(f"r{index}", tuple(prompt), params, fork_of=fork_of))
-    return requests
+    return requests_alike(
+        count, seed=seed, prefixes=(0, 0, 20, 40), own=50, samples_every=4, answers=40
+    )
 
 
 def _drive(engine: Engine, requests: list[Request], seed: int) -> dict[str, CompletionOutput]:

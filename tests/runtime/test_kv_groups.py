@@ -33,6 +33,7 @@ from qtool.runtime.request import Request
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.sequence import FORGOTTEN, SequenceStatus
 from qtool.runtime.tokenizer import Tokenizer
+from support.alike import requests_alike
 from support.families import GEMMA, QWEN_WINDOW, WINDOW
 from support.native import LEVELS
 
@@ -187,23 +188,8 @@ def _run(engine: Engine, outputs: dict[str, CompletionOutput]) -> None:
 
 
 def _requests(count: int) -> list[Request]:
-    """Half of them begin alike, a third are samples of the one before; most leave the window."""
-    chance, requests = random.Random(5), list[Request]()
-    common = [chance.randrange(384) for _ in range(130)]
-    for index in range(count):
-        own = [chance.randrange(384) for _ in range(chance.randrange(1, 60))]
-        prompt, fork_of = common[: chance.choice([0, 70, 130])] + own, None
-        if index % 3 == 2:
-            prompt, fork_of = list(requests[-1].prompt_token_ids), requests[-1].request_id
-        params = SamplingParams(
-            temperature=chance.choice([0.0, 1.0]),
-            seed=index,
-            logprobs=2,
-            max_tokens=chance.randrange(1, 90),
-            ignore_eos=True,
-        )
-        requests.append(Request(f"r{index}", tuple(prompt), params, fork_of=fork_of))
-    return requests
+    """Most begin alike and leave the window, a third are samples of the one before."""
+    return requests_alike(count, seed=5, prefixes=(0, 70, 130), own=60, samples_every=3, answers=90)
 
 
 def _drive(engine: Engine, requests: list[Request]) -> dict[str, CompletionOutput]:

@@ -38,6 +38,7 @@ from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence as Tokens
 from qtool.runtime.tokenizer import Tokenizer
+from support.alike import requests_alike
 from support.caches import ref_stored
 from support.native import LEVELS
 
@@ -238,23 +239,8 @@ def _engine(model: LoadedModel, blocks: int, fill: int, **settings: int) -> Engi
 
 
 def _requests(count: int) -> list[Request]:
-    """Half of them begin alike, a third are samples of the one before; most cross pages."""
-    chance, requests = random.Random(5), list[Request]()
-    common = [chance.randrange(384) for _ in range(130)]
-    for index in range(count):
-        own = [chance.randrange(384) for _ in range(chance.randrange(1, 60))]
-        prompt, fork_of = common[: chance.choice([0, 70, 130])] + own, None
-        if index % 3 == 2:
-            prompt, fork_of = list(requests[-1].prompt_token_ids), requests[-1].request_id
-        params = SamplingParams(
-            temperature=chance.choice([0.0, 1.0]),
-            seed=index,
-            logprobs=2,
-            max_tokens=chance.randrange(1, 40),
-            ignore_eos=True,
-        )
-        requests.append(Request(f"r{index}", tuple(prompt), params, fork_of=fork_of))
-    return requests
+    """Most begin alike and cross pages, a third are samples of the one before."""
+    return requests_alike(count, seed=5, prefixes=(0, 70, 130), own=60, samples_every=3, answers=40)
 
 
 def _collect(engine: Engine, outputs: dict[str, CompletionOutput]) -> None:
