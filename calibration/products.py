@@ -23,7 +23,7 @@ def rounded_products() -> Iterator[None]:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Float32 products are float32: for what is measured or solved, within a rounded context."""
+    """Float32 products are float32: for what is measured, judged or solved in a rounded one."""
     with _precision("ieee"):
         yield
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qtool.calibration.products import exact_products
 from qtool.formats import affine
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import round_to_grid
@@ -69,7 +70,8 @@ def output_error(delta: Tensor, hessian: Tensor) -> Tensor:
 
     Exact for a linear layer, and independent of the number of tokens behind ``hessian`` [K, K].
     """
-    return ((delta @ hessian) * delta).sum()
+    with exact_products():
+        return ((delta @ hessian) * delta).sum()
 
 
 def search_clip(
@@ -114,4 +116,5 @@ def _diagonal_blocks(hessian: Tensor, size: int) -> Tensor:
 def _group_errors(delta: Tensor, moments: Tensor) -> Tensor:
     """delta [N, G, g] and moments [G, g, g] -> output error of every group [N, G]."""
     by_group = delta.transpose(0, 1)
-    return ((by_group @ moments) * by_group).sum(-1).t()
+    with exact_products():
+        return ((by_group @ moments) * by_group).sum(-1).t()

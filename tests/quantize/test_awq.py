@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtool.calibration.products import rounded_products
 from qtool.formats import affine
 from qtool.formats.scheme import WeightScheme
 from qtool.formats.tensor import round_to_grid
@@ -75,6 +76,22 @@ def test_the_second_moment_form_is_the_mean_squared_output_error() -> None:
     delta = 0.01 * weight
     direct = (x @ delta.T).square().sum(1).mean()
     torch.testing.assert_close(awq.output_error(delta, x.T @ x / len(x)), direct)
+
+
+def test_losses_that_decide_are_exact_where_calibration_rounds_its_factors() -> None:
+    """It may fail only on CPUs with instructions for bfloat16; others never round."""
+    generator = torch.Generator().manual_seed(2)
+    weight, inputs = (torch.randn(64, 256, generator=generator) for _ in range(2))
+    hessian = inputs.T @ inputs
+
+    def judged() -> tuple[Tensor, Tensor]:
+        clip = awq.search_clip(weight, hessian, SCHEME, torch.float32)
+        return awq.output_error(weight, hessian), clip
+
+    expected = judged()
+    with rounded_products():
+        found = judged()
+    assert all(map(torch.equal, found, expected))
 
 
 def test_scaling_back_leaves_only_rounding() -> None:
