@@ -55,8 +55,9 @@ PYTEST = $(BIN)/python -m pytest
 demo: $(VENV)/.demo
 	$(BIN)/qtool demo
 
+# A file to a core: what a file's tests share is made once. One thread each, or they wait for cores.
 test: $(VENV)/.test
-	$(PYTEST)
+	OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile
 
 check: lint types wheel test kernels
 
