@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qtool.commands import console
-from qtool.commands.bench_load import RandomLoad, Work, read_sharegpt
+from qtool.commands.bench_load import RandomLoad, Work, read_sharegpt, sharegpt_work
 from qtool.commands.bench_metrics import Summary, Timing, summarize
 from qtool.commands.bench_tables import as_dict, comparisons, latency_table, throughput_table
 from qtool.errors import QtoolError, UsageError
@@ -117,13 +117,14 @@ class Bench:
 
 def run_throughput(options: EngineOptions, asked: ThroughputOptions, show: console.Show) -> None:
     """Measure and print. Raises QtoolError."""
+    conversations = None if asked.dataset is None else read_sharegpt(asked.dataset)
     with show.status(f"loading {options.model}"):
         bench = Bench.load(options)
-    vocab_size = bench.model.decoder.config.vocab_size
-    if asked.dataset is None:
+    if conversations is None:
+        vocab_size = bench.model.decoder.config.vocab_size
         work = asked.random.make(asked.num_prompts, vocab_size, asked.seed)
     else:
-        work = read_sharegpt(asked.dataset, bench.tokenizer, asked.num_prompts, asked.seed)
+        work = sharegpt_work(conversations, bench.tokenizer, asked.num_prompts, asked.seed)
     bench.check_fits(work)
     summaries = list(_throughput(bench, work, asked, show))
     if show.as_json:

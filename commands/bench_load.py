@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from qtool.runtime.tokenizer import Tokenizer
 # vLLM's limits for conversations of ShareGPT: too short says nothing, too long is rare.
 SHORTEST = 4
 LONGEST_PROMPT, LONGEST = 1024, 2048
+
+Conversation = tuple[str, str]  # a question and its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +69,39 @@ class RandomLoad:
         ]
 
 
-def read_sharegpt(path: Path, tokenizer: Tokenizer, count: int, seed: int) -> list[Work]:
-    """The first question of each conversation, answered as long as its first answer is.
+def read_sharegpt(path: Path) -> list[Conversation]:
+    """The first question of each conversation of two turns, and its answer.
 
     Args:
         path: a JSON list of ``{"conversations": [{"value": ...}, {"value": ...}, ...]}``.
+
+    Raises:
+        UsageError: the file cannot be read, or has no such conversation.
+    """
+    found = [pair for item in _read_list(path) if (pair := _first_turns(item)) is not None]
+    if not found:
+        raise UsageError(
+            f"{path}: has no conversation of two turns; ShareGPT's form is a list of "
+            '{"conversations": [{"value": TEXT}, ...]}'
+        )
+    return found
+
+
+def sharegpt_work(
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, count: int, seed: int
+) -> list[Work]:
+    """Questions, each answered as long as its answer is.
+
+    Args:
         tokenizer: the model's, which decides the lengths.
-        count: conversations to take; fewer if the file has no more that fit.
+        count: conversations to take; fewer if there are no more that fit.
         seed: which ones.
 
     Raises:
-        UsageError: the file cannot be read, or nothing in it can be used.
+        UsageError: none fits.
     """
-    conversations = [pair for item in _read_list(path) if (pair := _first_turns(item)) is not None]
-    random.Random(seed).shuffle(conversations)
     work: list[Work] = []
-    for question, answer in conversations:
+    for question, answer in random.Random(seed).sample(conversations, len(conversations)):
         if len(work) == count:
             break
         prompt = tuple(tokenizer.encode(question))
@@ -91,8 +111,8 @@ def read_sharegpt(path: Path, tokenizer: Tokenizer, count: int, seed: int) -> li
             work.append(Work(prompt, output_len))
     if not work:
         raise UsageError(
-            f"{path}: has no conversation of two turns that fits; ShareGPT's form is a list of "
-            '{"conversations": [{"value": TEXT}, ...]}'
+            f"none of {len(conversations)} conversations has {SHORTEST} to {LONGEST_PROMPT} tokens "
+            f"of a question and at most {LONGEST} with the answer; use another dataset"
         )
     return work
 
@@ -107,7 +127,7 @@ def _read_list(path: Path) -> list[Any]:
     return content
 
 
-def _first_turns(item: Any) -> tuple[str, str] | None:
+def _first_turns(item: Any) -> Conversation | None:
     turns = item.get("conversations") if isinstance(item, dict) else None
     if not isinstance(turns, list) or len(turns) < 2:
         return None

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from qtool.cli import main
-from qtool.commands.bench_load import RandomLoad, read_sharegpt
+from qtool.commands.bench_load import RandomLoad, read_sharegpt, sharegpt_work
 from qtool.commands.bench_metrics import Spread, Timing, summarize
 from qtool.errors import UsageError
 from qtool.runtime.tokenizer import Tokenizer
@@ -105,32 +105,37 @@ class TestShareGpt:
         ]
         good = [_conversation(question + str(i), answer, "more") for i in range(5)]
         path = self._write(tmp_path, [*unusable, *good])
-        work = read_sharegpt(path, tokenizer, count=100, seed=0)
+        conversations = read_sharegpt(path)
+        work = sharegpt_work(conversations, tokenizer, count=100, seed=0)
         assert sorted(each.token_ids for each in work) == sorted(
             tuple(tokenizer.encode(question + str(i))) for i in range(5)
         )
         expected = len(tokenizer.encode(answer, add_special_tokens=False))
         assert {each.output_len for each in work} == {expected}
-        assert read_sharegpt(path, tokenizer, 2, seed=0) == work[:2]
-        assert read_sharegpt(path, tokenizer, 5, seed=1) != work
+        assert sharegpt_work(conversations, tokenizer, 2, seed=0) == work[:2]
+        assert sharegpt_work(conversations, tokenizer, 5, seed=1) != work
+        with pytest.raises(UsageError, match="none of 2 conversations has"):
+            sharegpt_work([("a", answer), (question, "z" * 5000)], tokenizer, 5, seed=0)
 
     @pytest.mark.parametrize(
         ("content", "message"),
         [([], "no conversation of two turns"), ({}, "must be a JSON list")],
     )
     def test_a_file_of_another_form_is_refused(
-        self, tmp_path: Path, tokenizer: Tokenizer, content: object, message: str
+        self, tmp_path: Path, content: object, message: str
     ) -> None:
         with pytest.raises(UsageError, match=message):
-            read_sharegpt(self._write(tmp_path, content), tokenizer, 5, 0)
+            read_sharegpt(self._write(tmp_path, content))
 
-    def test_a_file_that_is_no_json_is_refused(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def test_a_file_that_is_no_json_is_refused_before_a_model_is_loaded(
+        self, tmp_path: Path
+    ) -> None:
         path = tmp_path / "x.json"
         for content in (None, "{"):
             if content is not None:
                 path.write_text(content)
-            with pytest.raises(UsageError, match="cannot be read as JSON"):
-                read_sharegpt(path, tokenizer, 5, 0)
+            found = _bench("throughput", tmp_path / "no-model", "--dataset", str(path))
+            assert found.exit_code != 0 and "cannot be read as JSON" in found.output
 
 
 def _bench(kind: str, folder: Path, *options: str) -> Result:
