@@ -1,4 +1,4 @@
-"""``--method none``: every tensor of the source in the result to the bit, and a word of the cache."""
+"""``--method none``: every tensor of the source as it was, and a word of the cache."""
 
 from __future__ import annotations
 
