@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -147,25 +148,25 @@ def format_name(job: Job) -> str:
 
 
 def result_config(job: Job) -> dict[str, Any]:
-    """``config.json`` of the result: the source's, with the new dtype and how to read weights.
-
-    Weights as they are need no word of it, but scales of the cache do.
-    """
+    """``config.json`` of the result: the source's, and what is new: its dtype, how to read it."""
     config = dict(job.reader.config)
     for key in [key for key in config if key.endswith("name_or_path")]:
         del config[key]
-    if job.keeps_weights:
-        kept_block = job.format.quantization_config({}, [])
-        kept_block["kv_cache_scheme"] = static_scheme(per_head=False)
-        return config | ({"quantization_config": kept_block} if job.kv_scales else {})
-    config["dtype"] = str(job.dtype).removeprefix("torch.")
-    if "torch_dtype" in config:
-        config["torch_dtype"] = config["dtype"]
-    config |= head_config(job)
-    routers = job.family.router_names(config)
-    kept = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
-    block = job.format.quantization_config(job.schemes, [*kept, *routers])
+    if not job.keeps_weights:
+        config["dtype"] = str(job.dtype).removeprefix("torch.")
+        if "torch_dtype" in config:
+            config["torch_dtype"] = config["dtype"]
+        config |= head_config(job)
+    if format_name(job) != PLAIN:
+        config["quantization_config"] = _quantization_block(job, config)
+    return config
+
+
+def _quantization_block(job: Job, config: Mapping[str, Any]) -> dict[str, Any]:
+    """How to read weights and cache; no module is named where all weights are as they were."""
+    linears = (HEAD, *linear_names(config, job.family), *job.family.router_names(config))
+    kept = [] if job.keeps_weights else [name for name in linears if name not in job.schemes]
+    block = job.format.quantization_config(job.schemes, kept)
     if job.kv_scales:
         block["kv_cache_scheme"] = static_scheme(per_head=False)
-    config["quantization_config"] = block
-    return config
+    return block

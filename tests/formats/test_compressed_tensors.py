@@ -88,10 +88,14 @@ def test_one_scheme_targets_all_linears_but_the_ignored() -> None:
 
 
 def test_a_config_of_the_cache_alone_quantizes_no_linear() -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
     block = ct.quantization_config({}, []) | {"kv_cache_scheme": static_scheme(per_head=False)}
     assert (block["format"], block["config_groups"]) == ("dense", {})
-    parsed = ct.parse_config(block)
-    assert parsed.groups == () and parsed.scheme_for("model.layers.0.mlp.up_proj") is None
+    theirs = QuantizationConfig.model_validate(block).model_dump(mode="json")
+    for found in (block, theirs):
+        parsed = ct.parse_config(found)
+        assert parsed.groups == () and parsed.scheme_for("model.layers.0.mlp.up_proj") is None
 
 
 def _config(**changes: Any) -> dict[str, Any]:
