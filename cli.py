@@ -48,7 +48,8 @@ def main() -> None:
     type=click.Choice(METHOD_NAMES),
     default="awq",
     show_default=True,
-    help="+clip and +gptq are further steps; docs/quantization.md tells them apart.",
+    help="+clip and +gptq are further steps; none leaves weights as they are, for --kv-cache. "
+    "docs/quantization.md tells them apart.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(

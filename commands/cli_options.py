@@ -209,6 +209,7 @@ METHOD_NAMES = (
     "smoothquant+gptq",
     "fp8",
     "fp8+gptq",
+    "none",
 )
 
 # Likewise of formats.kv_plan.

@@ -16,6 +16,7 @@ from qtool.commands.self_text import sample_blocks
 from qtool.errors import QuantizationError
 from qtool.formats.model_source import resolve_model
 from qtool.quantize.estimate import Estimate, ModulePlan, estimate_run
+from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.prepare import Progress
 from qtool.runtime.capacity import available_cpu_memory
@@ -90,7 +91,10 @@ def _obstacles(estimate: Estimate, available: int) -> list[str]:
 
 
 def _print(estimate: Estimate, options: QuantizeOptions, available: int) -> None:
-    console.out.print(_module_table(estimate.modules))
+    if METHODS[options.method].recipe.family is None:
+        console.out.print("weights: as they are")
+    else:
+        console.out.print(_module_table(estimate.modules))
     for line in _skipped(estimate):
         console.out.print(line, highlight=False, markup=False)
     console.out.print(_phase_table(estimate))

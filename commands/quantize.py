@@ -100,15 +100,21 @@ def _show(report: Report, source: Path, out: Path, show: console.Show) -> None:
         size = {"out": str(out), "bytes": after, "source_bytes": before, "phases": phases}
         console.emit("result", size | report.to_dict())
         return
-    console.out.print(summary_table(report))
+    if report.modules:
+        console.out.print(summary_table(report))
     if report.evaluation is not None:
         console.out.print(quality.quality_table(report.evaluation))
     if report.kv_cache is not None:
         console.out.print(cache_plan.cache_table(report.kv_cache))
+    weights = (
+        f"{report.bits_per_weight:.2f} bits per quantized weight (original {console.size(before)}, "
+        f"{before / after:.2f}x smaller)"
+        if report.modules
+        else f"weights as they are, {report.bits_per_weight:.2f} bits each"
+    )
     console.out.print(
-        f"{out}: {console.size(after)}, {report.bits_per_weight:.2f} bits per quantized weight "
-        f"(original {console.size(before)}, {before / after:.2f}x smaller), "
-        f"{report.verified_tensors} tensors read back as they were written",
+        f"{out}: {console.size(after)}, {weights}, {report.verified_tensors} tensors read back as "
+        "they were written",
         highlight=False,
         markup=False,
     )

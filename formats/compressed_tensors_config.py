@@ -17,6 +17,8 @@ QUANT_METHOD = "compressed-tensors"
 PACKED, INT, FLOAT, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 # As int-quantized and float-quantized, of any width and granularity.
 NAIVE = "naive-quantized"
+# Of a checkpoint without a quantized linear, which has scales of the cache alone.
+DENSE = "dense"
 LAYOUTS = (PACKED, INT, FLOAT, NAIVE)
 
 
@@ -35,7 +37,7 @@ def quantization_config(schemes: Mapping[str, WeightScheme], ignore: list[str]) 
         ignore: full names of linears left as they were.
 
     One scheme for all becomes one group that targets the class ``Linear``; several schemes
-    name their modules.
+    name their modules. Without any there are no groups: the block is for scales of the cache.
     """
     by_scheme: dict[WeightScheme, list[str]] = {}
     for name, scheme in schemes.items():
@@ -54,7 +56,7 @@ def quantization_config(schemes: Mapping[str, WeightScheme], ignore: list[str]) 
             groups[f"group_{index}"]["format"] = layout_of(scheme)
     return {
         "quant_method": QUANT_METHOD,
-        "format": layouts[0] if len(layouts) == 1 else MIXED,
+        "format": MIXED if len(layouts) > 1 else layouts[0] if layouts else DENSE,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "config_groups": groups,
@@ -144,7 +146,7 @@ def parse_config(config: Mapping[str, Any]) -> QuantizationConfig:
         CheckpointError: another method or format, or arguments we cannot run, by name.
     """
     method, layout = config.get("quant_method"), config.get("format")
-    if method != QUANT_METHOD or layout not in (*LAYOUTS, MIXED):
+    if method != QUANT_METHOD or layout not in (*LAYOUTS, MIXED, DENSE):
         raise CheckpointError(
             f"quantization {method!r} with format {layout!r}: this version reads {QUANT_METHOD} "
             f"{', '.join(LAYOUTS)}; quantize the original model with qtool"
@@ -159,8 +161,10 @@ def parse_config(config: Mapping[str, Any]) -> QuantizationConfig:
         _parse_group(name, group, group.get("format") or layout)
         for name, group in (config.get("config_groups") or {}).items()
     )
-    if not groups:
-        raise CheckpointError("quantization_config has no config_groups: nothing says the bits")
+    if not groups and not config.get("kv_cache_scheme"):
+        raise CheckpointError(
+            "quantization_config has no config_groups and no kv_cache_scheme: nothing says the bits"
+        )
     ignore = tuple(config.get("ignore") or ())
     for target in (*ignore, *(target for group in groups for target in group.targets)):
         if problem := regex_problem(target):

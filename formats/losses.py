@@ -34,6 +34,8 @@ class LinearPlan:
 def losses(writer: WritableFormat, linears: Mapping[str, LinearPlan]) -> dict[str, list[str]]:
     """Why linears cannot be stored without loss: reason -> their names; empty if all can."""
     found: dict[str, list[str]] = {}
+    if not linears:
+        return found
     schemes = Counter(plan.scheme for plan in linears.values())
     usual = schemes.most_common(1)[0][0]
     for name, plan in linears.items():

@@ -60,6 +60,18 @@ def quantization_block(folder: Path, config: Mapping[str, Any]) -> dict[str, Any
     return quantization_source(folder, config)[0]
 
 
+def quantizes_weights(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a model folder has quantized weights, and not scales of its cache alone.
+
+    Raises:
+        CheckpointError: what it says cannot be read.
+    """
+    block = quantization_block(folder, config)
+    if block is None:
+        return False
+    return block.get("quant_method") != compressed_tensors.NAME or bool(block.get("config_groups"))
+
+
 def quantization_source(
     folder: Path, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any] | None, str]:

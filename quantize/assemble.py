@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,17 @@ from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize.head import head_config, quantize_head
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.plan import HEAD, linear_names
-from qtool.quantize.report import ModuleRecord
+from qtool.quantize.report import PLAIN, ModuleRecord
 
 
 def outer_sources(job: Job) -> dict[str, TensorSource]:
     """Tensors outside the blocks, as they are: without a head that is quantized.
 
-    A tied head is the embedding and is not written again.
+    A tied head is the embedding and is not written again. Where all weights stay as they are, this
+    is the whole source, tensor by tensor.
     """
+    if job.keeps_weights:
+        return {name: _kept_source(job, name) for name in job.reader.names()}
     drop_head = _is_tied(job) or HEAD in job.schemes
     return {
         name: _stored_source(job, name)
@@ -73,6 +77,22 @@ def _stored_source(job: Job, name: str) -> TensorSource:
     return TensorSource(dtype, entry.shape, partial(read_stored, job, name))
 
 
+def _kept_source(job: Job, name: str) -> TensorSource:
+    entry = job.reader.entry(name)
+    return TensorSource(entry.dtype, entry.shape, partial(_read_kept, job, name))
+
+
+def _read_kept(job: Job, name: str) -> Tensor:
+    tensor = job.reader.get(name).clone()
+    job.reader.close()  # a memory map counts as memory as far as it was read
+    if tensor.dtype.is_floating_point and not tensor.isfinite().all():
+        raise QuantizationError(
+            f"{name} holds NaN or infinity, with which nothing of the cache can be measured: copy "
+            "the model again, or repair it"
+        )
+    return tensor
+
+
 def read_stored(job: Job, name: str) -> Tensor:
     """A tensor of the source in the dtype it is stored in, in memory of its own.
 
@@ -85,8 +105,13 @@ def read_stored(job: Job, name: str) -> Tensor:
 
 
 def block_tensors(job: Job, prefix: str, block: QuantizedBlock) -> dict[str, Tensor]:
-    """All tensors of one block as the result holds them, on the host."""
+    """All tensors of one block as the result holds them, on the host.
+
+    None where all weights stay as they are: the source has them (:func:`outer_sources`).
+    """
     tensors: dict[str, Tensor] = {}
+    if job.keeps_weights:
+        return tensors
     for name in job.reader.names():
         if not name.startswith(f"{prefix}."):
             continue
@@ -117,19 +142,31 @@ def num_parameters(job: Job) -> int:
     return sum(math.prod(job.reader.shape(name)) for name in job.reader.names() if name != twice)
 
 
+def format_name(job: Job) -> str:
+    """How the result's tensors lie on disk."""
+    return PLAIN if job.keeps_weights and not job.kv_scales else job.format.NAME
+
+
 def result_config(job: Job) -> dict[str, Any]:
-    """``config.json`` of the result: the source's, with the new dtype and how to read weights."""
+    """``config.json`` of the result: the source's, and what is new: its dtype, how to read it."""
     config = dict(job.reader.config)
     for key in [key for key in config if key.endswith("name_or_path")]:
         del config[key]
-    config["dtype"] = str(job.dtype).removeprefix("torch.")
-    if "torch_dtype" in config:
-        config["torch_dtype"] = config["dtype"]
-    config |= head_config(job)
-    routers = job.family.router_names(config)
-    kept = [n for n in (HEAD, *linear_names(config, job.family)) if n not in job.schemes]
-    block = job.format.quantization_config(job.schemes, [*kept, *routers])
+    if not job.keeps_weights:
+        config["dtype"] = str(job.dtype).removeprefix("torch.")
+        if "torch_dtype" in config:
+            config["torch_dtype"] = config["dtype"]
+        config |= head_config(job)
+    if format_name(job) != PLAIN:
+        config["quantization_config"] = _quantization_block(job, config)
+    return config
+
+
+def _quantization_block(job: Job, config: Mapping[str, Any]) -> dict[str, Any]:
+    """How to read weights and cache; no module is named where all weights are as they were."""
+    linears = (HEAD, *linear_names(config, job.family), *job.family.router_names(config))
+    kept = [] if job.keeps_weights else [name for name in linears if name not in job.schemes]
+    block = job.format.quantization_config(job.schemes, kept)
     if job.kv_scales:
         block["kv_cache_scheme"] = static_scheme(per_head=False)
-    config["quantization_config"] = block
-    return config
+    return block

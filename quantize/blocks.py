@@ -64,7 +64,8 @@ def quantize_blocks(
 
 def _open_walk(job: Job, texts: Texts, state: WalkState | None, *, originals: bool) -> Walk | None:
     """The walk of calibration samples and held-out windows, if there are any."""
-    ids, held_out = texts.ids, texts.held_out_ids
+    # Held-out windows go along for the original's logits, which kept weights would only repeat.
+    ids, held_out = texts.ids, None if job.keeps_weights else texts.held_out_ids
     if ids is None and held_out is None:
         return None
     return Walk(
@@ -131,8 +132,10 @@ def _refuse_fallbacks(records: Sequence[ModuleRecord]) -> None:
 
 def _describe(prefix: str, block: QuantizedBlock) -> str:
     """What a block was like, in a few words."""
+    if not block.records:
+        return f"{prefix}: weights as they are"
     losses = [r.weight_error if r.output_error is None else r.output_error for r in block.records]
-    mean = sum(losses) / len(losses) if losses else 0.0
+    mean = sum(losses) / len(losses)
     fallen = sum(record.fell_back for record in block.records)
     extra = f", {fallen} fell back" if fallen else ""
     return f"{prefix}: {len(losses)} modules, error {mean:.4f}{extra}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,23 @@ def _header(report: Report) -> str:
     lines += [
         "tags:",
         "- quantized",
-        # A method may have the name of a format.
-        *(f"- {tag}" for tag in dict.fromkeys((report.format, report.method))),
+        *(f"- {tag}" for tag in _tags(report)),
         "- qtool",
         "---",
     ]
     return "\n".join(lines)
 
 
+def _tags(report: Report) -> Iterable[str]:
+    """Format and method; a method may have the name of a format, and ``none`` is no method."""
+    if not report.modules:
+        return (report.format, "kv-cache")
+    return dict.fromkeys((report.format, report.method))
+
+
 def _title(report: Report) -> str:
+    if not report.modules:
+        return _kept_title(report)
     schemes = list(dict.fromkeys(record.used for record in report.modules))
     name = report.base_model or "A model"
     return (
@@ -98,6 +106,17 @@ def _title(report: Report) -> str:
         f"{name}, quantized to {', '.join(schemes)}: {report.bits_per_weight:.2f} bits per "
         f"quantized weight, {report.bits_per_parameter:.2f} per parameter of the whole model, "
         f"{report.total_bytes / 1e6:.0f} MB. All that is not quantized is in {report.dtype}."
+    )
+
+
+def _kept_title(report: Report) -> str:
+    name, cache = report.base_model or "A model", report.kv_cache
+    what = "" if cache is None else f", {cache['name']} cache"
+    return (
+        f"# {name.rpartition('/')[2]}{what}\n\n"
+        f"{name} with its weights as they are, in {report.dtype}: {report.bits_per_parameter:.2f} "
+        f"bits per parameter, {report.total_bytes / 1e6:.0f} MB. What is smaller is the cache of "
+        "keys and values."
     )
 
 
@@ -148,7 +167,7 @@ def _how(report: Report) -> str:
         )
     return (
         f"## Command\n\n    {report.command}\n\nWith qtool {report.qtool_version}; "
-        f"`qtool/report.json` has every module.{data}"
+        f"`qtool/report.json` has {'every module' if report.modules else 'all figures'}.{data}"
     )
 
 
@@ -169,6 +188,6 @@ def _warnings(report: Report) -> str:
 def _use(report: Report) -> str:
     commands = ["qtool serve FOLDER"]
     # See the warnings of formats/gptq.py.
-    if report.format != "gptq" or report.scheme["symmetric"]:
+    if report.format != "gptq" or report.scheme is None or report.scheme["symmetric"]:
         commands.append("vllm serve FOLDER")
     return "## Use\n\n" + "\n".join(f"    {command}" for command in commands)

@@ -33,7 +33,8 @@ class Job:
     Attributes:
         reader: the source, headers checked.
         family: row of the model's family.
-        schemes: scheme of every quantized module, by full name, in order.
+        schemes: scheme of every quantized module, by full name, in order; empty where all weights
+            stay as they are.
         dtype: dtype scales and other floating tensors are stored in.
         device: where blocks are computed.
         ids: calibration tokens int64 [num_samples, seq_len], or ``None`` for methods without.
@@ -53,6 +54,11 @@ class Job:
     first_block: int = 0
     format: WritableFormat = compressed_tensors
     kv_scales: bool = False
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether every tensor of the source goes into the result as it is."""
+        return not self.schemes
 
     def blocks(self, *, originals: bool = False) -> Iterator[DecoderBlock]:
         """The blocks to do, with what flows into them, for a method that looks at data.

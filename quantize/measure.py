@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from qtool.calibration.logits import FinalLogits
-from qtool.calibration.walk import Walk, WalkState
+from qtool.calibration.walk import Walk
 from qtool.formats.writer import PARTIAL, existing_parent
 from qtool.quantize.blocks import quantize_blocks
 from qtool.quantize.job import Job
@@ -65,10 +65,12 @@ def measure_phases(
         phases = [quantize, *_copying(result_bytes(job), quantize)]
         if scorer is not None and texts.held_out_ids is not None:
             held_out = texts.held_out_ids
-            phases.append(_evaluation(job, held_out, scorer, work.state, total))
+            evaluation = _evaluation(job, held_out, scorer, total)
+            if not job.keeps_weights:
+                phases.append(evaluation)
             if options.kv_cache is not None:
                 runs = num_window_runs(options, total, len(held_out))
-                phases.append(_cache(phases[-1], runs / len(held_out)))
+                phases.append(_cache(evaluation, runs / len(held_out)))
     return phases
 
 
@@ -103,15 +105,12 @@ def _cache(evaluation: Phase, times: float) -> Phase:
     )
 
 
-def _evaluation(
-    job: Job, ids: torch.Tensor, scorer: Scorer, state: WalkState | None, total: int
-) -> Phase:
+def _evaluation(job: Job, ids: torch.Tensor, scorer: Scorer, total: int) -> Phase:
     """The original's ends and one window are measured; the result is taken to run as fast.
 
     In memory the result adds its file, which is mapped, its weights, and embedding and head in
     float32.
     """
-    assert state is not None and state.held_out is not None
     clock = PhaseClock()
     with torch.no_grad():
         walk = Walk(job.reader, job.family, job.device, held_out=ids)
@@ -121,9 +120,11 @@ def _evaluation(
                 walk.advance()
         else:
             clock.phases.append(Phase("block", 0.0, 0.0, 0))
+        hidden = walk.state.held_out
+        assert hidden is not None
         del walk
         with clock.phase("ends"):
-            final = FinalLogits(job.reader, job.family, job.device, ids, state.held_out)
+            final = FinalLogits(job.reader, job.family, job.device, ids, hidden)
             scorer(final)
         with clock.phase("window"):
             scorer(final)

@@ -26,6 +26,8 @@ class Method:
 
     def run(self, job: Job) -> Iterator[QuantizedBlock]:
         """All blocks of a job, in order. Without calibration tokens there is no forward pass."""
+        if self.recipe.family is None:
+            return _kept_blocks(job)
         blocks = _rounded_blocks if job.ids is None else quantized_blocks
         return blocks(job, self.recipe)
 
@@ -43,6 +45,12 @@ def _rounded_blocks(job: Job, recipe: Recipe) -> Iterator[QuantizedBlock]:
         yield QuantizedBlock(weights, tuple(records))
 
 
+def _kept_blocks(job: Job) -> Iterator[QuantizedBlock]:
+    """All blocks of a job as they are; samples pass through them where the cache is calibrated."""
+    for _ in job.prefixes() if job.ids is None else job.blocks():
+        yield QuantizedBlock({}, ())
+
+
 _RECIPES = (
     Recipe(name="rtn"),
     Recipe(name="rtn+clip", clip=True),
@@ -53,6 +61,7 @@ _RECIPES = (
     Recipe(name="smoothquant+gptq", smoothing="smoothquant", solve=True, family="w8a8"),
     Recipe(name="fp8", family="fp8"),
     Recipe(name="fp8+gptq", solve=True, family="fp8"),
+    Recipe(name="none", family=None),
 )
 
 METHODS: Mapping[str, Method] = {recipe.name: Method(recipe) for recipe in _RECIPES}

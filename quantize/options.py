@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -37,7 +37,8 @@ class QuantizeOptions:
     """A checked set of options.
 
     Attributes:
-        method: name in :data:`qtool.quantize.methods.METHODS`.
+        method: name in :data:`qtool.quantize.methods.METHODS`; ``none`` asks for ``kv_cache``
+            alone, and takes nothing that says something about weights.
         bits, group_size, symmetric: of methods that quantize weights alone; see
             :class:`~qtool.quantize.schemes.IntegerWeights`. ``None`` is 4, ``auto``, and asymmetric
             at 4 bits, but symmetric where a format is ``gptq``. ``auto`` takes the largest of 128,
@@ -106,6 +107,7 @@ class QuantizeOptions:
         _require_choice("dtype", self.dtype, ("auto", *STORED_DTYPES))
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         self._refuse_foreign()
+        self._refuse_nothing()
         self._check_formats()
         if self.activations not in (None, "dynamic", "static"):
             raise UsageError(f"activations={self.activations!r}: choose dynamic or static")
@@ -156,19 +158,30 @@ class QuantizeOptions:
 
     def _refuse_foreign(self) -> None:
         """An option of another method has no meaning."""
-        given = {
-            "bits": self.bits is not None,
-            "group_size": self.group_size is not None,
-            "symmetric": self.symmetric is not None,
-            "activations": self.activations is not None,
-            "granularity": self.granularity is not None,
-            "weight_only": self.weight_only,
-        }
-        own = METHODS[self.method].recipe.scheme_options
-        for name in (name for name, is_given in given.items() if is_given and name not in own):
+        recipe = METHODS[self.method].recipe
+        takes = ", ".join(recipe.scheme_options)
+        own = f"takes {takes}" if takes else "leaves weights as they are"
+        unset = {field.name: field.default for field in fields(self)}
+        for name in recipe.foreign_options:
+            if (value := getattr(self, name)) != unset[name]:
+                raise UsageError(
+                    f"{name}={value!r}: has no meaning for method {self.method}, which {own}; "
+                    "leave it out"
+                )
+
+    def _refuse_nothing(self) -> None:
+        """Weights as they are, in the files they come in, and something to say of the cache."""
+        if METHODS[self.method].recipe.family is not None:
+            return
+        if self.kv_cache is None:
             raise UsageError(
-                f"{name}={getattr(self, name)!r}: has no meaning for method {self.method}, which "
-                f"takes {', '.join(own)}; leave it out"
+                f"method={self.method!r}: leaves weights as they are, so without kv_cache there is "
+                f"nothing to do; ask for one of {', '.join(CHOICES)}, or for another method"
+            )
+        if self.formats != (DEFAULT_FORMAT,):
+            raise UsageError(
+                f"formats={self.formats!r}: are layouts of quantized weights, and method "
+                f"{self.method} leaves weights as they are; leave format out"
             )
 
     @property
@@ -187,8 +200,10 @@ class QuantizeOptions:
             head=None if self.lm_head is None else IntegerWeights(self.lm_head, self._usual_grid),
         )
 
-    def _default_scheme(self) -> SchemeAsked:
+    def _default_scheme(self) -> SchemeAsked | None:
         family = METHODS[self.method].recipe.family
+        if family is None:
+            return None
         if family == "w8a8":
             return w8a8_scheme(static=self.activations == "static")
         if family == "fp8":

@@ -25,7 +25,13 @@ from qtool.formats.checkpoint import (
 )
 from qtool.formats.convert import convert_checkpoint
 from qtool.formats.kv_plan import KVPlan
-from qtool.quantize.assemble import head_tensors, num_parameters, outer_sources, result_config
+from qtool.quantize.assemble import (
+    format_name,
+    head_tensors,
+    num_parameters,
+    outer_sources,
+    result_config,
+)
 from qtool.quantize.blocks import quantize_blocks
 from qtool.quantize.card import command_line, public_name
 from qtool.quantize.fingerprint import run_fingerprint
@@ -233,11 +239,14 @@ def _write_tensors(
 
 
 def _evaluate(run: _Run, folder: Path, evaluator: Evaluator | None) -> Evaluated | None:
-    """The written model against the original's logits, which the walk has left behind."""
+    """The written model against the original's logits, which the walk has left behind.
+
+    Weights that stayed as they were are not compared: the cache is what is measured of them.
+    """
     held_out = run.texts.held_out
-    if evaluator is None or held_out is None:
-        return None
     state, job = run.work.state, run.job
+    if evaluator is None or held_out is None or job.keeps_weights:
+        return None
     assert state is not None and state.held_out is not None
     original = FinalLogits(job.reader, job.family, job.device, held_out.ids, state.held_out)
     return evaluator(folder, original)
@@ -266,7 +275,7 @@ def _report(
         )
     return Report(
         method=run.options.method,
-        scheme=next(iter(job.schemes.values())).to_dict(),
+        scheme=None if job.keeps_weights else next(iter(job.schemes.values())).to_dict(),
         dtype=str(job.dtype).removeprefix("torch."),
         calibration=run.texts.manifest,
         modules=tuple(records),
@@ -277,7 +286,7 @@ def _report(
         total_bytes=writer.total_bytes,
         verified_tensors=len(writer.digests),
         activation_peaks=peaks,
-        format=job.format.NAME,
+        format=format_name(job),
         evaluation=evaluation,
         kv_cache=plan_record(plan),
     )

@@ -40,8 +40,8 @@ def check_not_quantized(config: Mapping[str, Any]) -> None:
         if config.get(key):
             method = config[key].get("quant_method", "unknown")
             raise QuantizationError(
-                f"the source is already quantized ({key}: {method}); rounding twice only adds "
-                "error: start from the original checkpoint"
+                f"the source is already quantized ({key}: {method}); a run starts from weights "
+                "that are not, as rounding twice only adds error: use the original checkpoint"
             )
 
 
@@ -51,13 +51,16 @@ def plan_schemes(
     """Scheme of every quantized module, by full name, in true-sequential order; the head is last.
 
     Embeddings are never in it, ``lm_head`` only if asked for, nor are linears that a pattern of
-    ``ignore`` means (see :func:`~qtool.formats.patterns.pattern_matches`).
+    ``ignore`` means (see :func:`~qtool.formats.patterns.pattern_matches`). It is empty where all
+    weights are to stay as they are.
 
     Raises:
         QuantizationError: a group size that does not divide a row (every such module is named);
             a pattern that means nothing, parts linears that belong together, or leaves none.
         UsageError: a scheme no format can hold, or a pattern that is none.
     """
+    if asked.default is None:
+        return {}
     names = linear_names(config, family)
     ignored = _ignored(asked, names, config, family)
     wanted: dict[str, SchemeAsked] = {n: asked.default for n in names if n not in ignored}

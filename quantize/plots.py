@@ -22,9 +22,9 @@ def write_plots(report: Report, folder: Path) -> list[str]:
         r.name: (r.output_error if measured else r.weight_error) or 0.0 for r in report.modules
     }
     what = "output error, relative" if measured else "weight error, relative"
-    plots: dict[str, tuple[Mapping[str, float], str, float | None]] = {
-        "errors.png": (errors, what, None)
-    }
+    plots: dict[str, tuple[Mapping[str, float], str, float | None]] = {}
+    if report.modules:
+        plots["errors.png"] = (errors, what, None)
     if report.activation_peaks:
         plots["activations.png"] = (report.activation_peaks, "largest |input|", FLOAT16_SAFE)
     for name, (values, label, limit) in plots.items():

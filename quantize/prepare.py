@@ -24,7 +24,7 @@ from qtool.quantize.job import Job
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.output_formats import with_format
-from qtool.quantize.plan import check_not_quantized, plan_schemes
+from qtool.quantize.plan import check_not_quantized, linear_names, plan_schemes
 
 # Tokens of an evaluation window, where the model can take so many.
 EVAL_SEQ_LEN = 512
@@ -81,7 +81,9 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
         )
     family = find_family(reader.config)
     schemes = plan_schemes(reader, reader.config, family, options.schemes)
-    dtype = options.stored_dtype(reader.dtype(f"{next(iter(schemes))}.weight"))
+    first = next(iter(schemes or linear_names(reader.config, family)))
+    source = reader.dtype(f"{first}.weight")
+    dtype = options.stored_dtype(source) if schemes else source
     job = Job(
         reader,
         family,
@@ -139,7 +141,8 @@ def result_bytes(job: Job) -> int:
     scale_bits = 8 * job.dtype.itemsize
     bits = 0.0
     for name, entry in job.reader.entries.items():
-        width: float = scale_bits if entry.dtype.is_floating_point else 8 * entry.dtype.itemsize
+        rewritten = entry.dtype.is_floating_point and not job.keeps_weights
+        width: float = scale_bits if rewritten else 8 * entry.dtype.itemsize
         if scheme := job.schemes.get(name.removesuffix(".weight")):
             width = scheme.bits_per_weight((entry.shape[0], entry.shape[1]), scale_bits)
         bits += math.prod(entry.shape) * width
@@ -147,9 +150,14 @@ def result_bytes(job: Job) -> int:
 
 
 def work_bytes(job: Job, texts: Texts, options: QuantizeOptions) -> int:
-    """Bytes that the work folder takes at most: all blocks, and two states of the walk."""
+    """Bytes that the work folder takes at most: all blocks, and two states of the walk.
+
+    Weights that stay as they are, are copied from the source, and held-out text is not walked.
+    """
     hidden_size = int(job.reader.config["hidden_size"])
     streams = 2 if METHODS[options.method].recipe.solve else 1
     tokens = 0 if texts.ids is None else streams * texts.ids.numel()
+    if job.keeps_weights:
+        return 2 * tokens * hidden_size * 4
     tokens += 0 if texts.held_out is None else texts.held_out.ids.numel()
     return result_bytes(job) + 2 * tokens * hidden_size * 4

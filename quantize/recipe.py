@@ -16,6 +16,9 @@ SCHEME_OPTIONS: Mapping[SchemeFamily, tuple[str, ...]] = {
     "fp8": ("granularity", "weight_only"),
 }
 
+# Which say something about weights, whatever the scheme.
+WEIGHT_OPTIONS = ("layers", "lm_head", "ignore", "skip_first", "skip_last", "dtype")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -27,19 +30,27 @@ class Recipe:
         clip: shrink a group's range where that lowers its output error.
         solve: round column by column and hand each error to later columns (GPTQ), with inputs
             that come from quantized predecessors inside the block; otherwise to nearest.
-        family: the kind of scheme the method is for; a linear may ask for another.
+        family: the kind of scheme the method is for; a linear may ask for another. ``None`` leaves
+            all weights as they are.
     """
 
     name: str
     smoothing: Smoothing | None = None
     clip: bool = False
     solve: bool = False
-    family: SchemeFamily = "weights"
+    family: SchemeFamily | None = "weights"
 
     @property
     def scheme_options(self) -> tuple[str, ...]:
         """Names of the options that say more about the scheme."""
-        return SCHEME_OPTIONS[self.family]
+        return () if self.family is None else SCHEME_OPTIONS[self.family]
+
+    @property
+    def foreign_options(self) -> tuple[str, ...]:
+        """Names of the options about weights that have no meaning for the method."""
+        others = [name for names in SCHEME_OPTIONS.values() for name in names]
+        foreign = tuple(name for name in others if name not in self.scheme_options)
+        return (*foreign, *WEIGHT_OPTIONS) if self.family is None else foreign
 
     @property
     def needs_calibration(self) -> bool:

@@ -18,6 +18,9 @@ from qtool.formats.tensor import QuantizedTensor
 # weight file they find at the top.
 REPORT_PATH = "qtool/report.json"
 
+# How weights lie that nobody has quantized, where the config says nothing of the cache either.
+PLAIN = "safetensors"
+
 # A quarter of float16's range: prompts unlike the measured text reach further (chat templates
 # alone were seen to double a maximum), and from here on float16 is a risk.
 FLOAT16_SAFE = 16384.0
@@ -107,10 +110,10 @@ class Report:
 
     Attributes:
         method: name of the method.
-        scheme: ``WeightScheme.to_dict`` of the modules' scheme.
+        scheme: ``WeightScheme.to_dict`` of the modules' scheme; ``None`` where none is quantized.
         dtype: dtype of scales and of everything that is not quantized.
         calibration: manifest of the token blocks, or ``None`` without calibration.
-        modules: one record a quantized linear, in model order.
+        modules: one record a quantized linear, in model order; none where weights are as they were.
         qtool_version: version that wrote it.
         base_model: what was quantized, by a name without a path.
         command: the command line that does it again.
@@ -119,13 +122,13 @@ class Report:
         verified_tensors: tensors read back from disk and found as memory held them.
         activation_peaks: largest \\|input\\| of each linear of the original on the held-out text.
         format: how the weights are written.
-        evaluation: what quantization cost, or ``None`` where it was not measured.
+        evaluation: what quantized weights cost, or ``None`` where it was not measured.
         kv_cache: the plan of the cache (:class:`~qtool.formats.kv_plan.KVPlan`), and what it costs
             beside the weights; ``None`` where none was asked for.
     """
 
     method: str
-    scheme: dict[str, Any]
+    scheme: dict[str, Any] | None
     dtype: str
     calibration: dict[str, Any] | None
     modules: tuple[ModuleRecord, ...]
@@ -142,7 +145,9 @@ class Report:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits per quantized weight, over all modules."""
+        """Stored bits per quantized weight, over all modules; without any, per parameter."""
+        if not self.modules:
+            return self.bits_per_parameter
         weights = sum(record.num_weights for record in self.modules)
         return sum(r.bits_per_weight * r.num_weights for r in self.modules) / weights
 

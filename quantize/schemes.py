@@ -67,14 +67,15 @@ class SchemesAsked:
     """What a run asks for, linear by linear.
 
     Attributes:
-        default: scheme of every linear of the blocks that nothing else is said of.
+        default: scheme of every linear of the blocks that nothing else is said of; ``None`` leaves
+            all weights as they are.
         overrides: others by pattern; of two that mean the same linear, the later one holds.
         ignore: patterns of linears left as they are.
         skip_first, skip_last: blocks at either end left as they are.
         head: scheme of ``lm_head``, which is left as it is otherwise.
     """
 
-    default: SchemeAsked
+    default: SchemeAsked | None
     overrides: tuple[Override, ...] = ()
     ignore: tuple[str, ...] = ()
     skip_first: int = 0

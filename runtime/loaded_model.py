@@ -14,7 +14,7 @@ from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.kv_plan import DECLARED, KVPlan, declared_plan
 from qtool.formats.kv_scales import KvScales
 from qtool.formats.probe import read_probe
-from qtool.formats.registry import quantization_block
+from qtool.formats.registry import quantizes_weights
 from qtool.formats.scheme import WeightScheme
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels import select_backend
@@ -90,7 +90,7 @@ def load_model(
             )
         device = resolve_device(options.device)
         dtype, notes = resolve_dtype(options.dtype, reader.config, device)
-        quantized = quantization_block(folder, reader.config) is not None
+        quantized = quantizes_weights(folder, reader.config)
         selection = select_backend(
             options.backend,
             device,

@@ -10,6 +10,7 @@ import torch
 from qtool.errors import CheckpointError
 from qtool.formats import affine
 from qtool.formats import compressed_tensors as ct
+from qtool.formats.kv_scales import static_scheme
 from qtool.formats.scheme import WeightScheme, fp8_scheme, w8a8_scheme, weight_scheme
 from qtool.formats.tensor import QuantizedTensor
 
@@ -86,6 +87,17 @@ def test_one_scheme_targets_all_linears_but_the_ignored() -> None:
     assert parsed.scheme_for("x.gate") is None
 
 
+def test_a_config_of_the_cache_alone_quantizes_no_linear() -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    block = ct.quantization_config({}, []) | {"kv_cache_scheme": static_scheme(per_head=False)}
+    assert (block["format"], block["config_groups"]) == ("dense", {})
+    theirs = QuantizationConfig.model_validate(block).model_dump(mode="json")
+    for found in (block, theirs):
+        parsed = ct.parse_config(found)
+        assert parsed.groups == () and parsed.scheme_for("model.layers.0.mlp.up_proj") is None
+
+
 def _config(**changes: Any) -> dict[str, Any]:
     return ct.quantization_config({"a": SCHEMES[0]}, []) | changes
 
@@ -100,7 +112,7 @@ def _group(**weights: Any) -> dict[str, Any]:
     [
         (_config(quant_method="awq"), "this version reads compressed-tensors"),
         (_config(format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
-        (_config(config_groups={}), "no config_groups"),
+        (_config(config_groups={}), "no config_groups and no kv_cache_scheme"),
         (_config(config_groups=_group(type="float")), "float weights of 4 bits"),
         (_config(config_groups=_group(num_bits=3)), "bits=3"),
         (_config(sparsity_config={"format": "sparse-24-bitmask"}), "has a sparsity_config"),

@@ -14,7 +14,15 @@ from qtool.commands.cli_options import FORMAT_NAMES
 from qtool.errors import CheckpointError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.dequantized import DequantizedReader
-from qtool.formats.registry import READERS, WRITERS, quantization_block, stored_linears, writer_of
+from qtool.formats.kv_scales import static_scheme
+from qtool.formats.registry import (
+    READERS,
+    WRITERS,
+    quantization_block,
+    quantizes_weights,
+    stored_linears,
+    writer_of,
+)
 from qtool.formats.scheme import fp8_scheme, weight_scheme
 from support.foreign import awq_tensors, gptq_tensors, random_grid
 from support.peers import FIXTURES
@@ -77,8 +85,25 @@ def test_a_plain_folder_has_no_quantized_linears(tmp_path: Path) -> None:
     with CheckpointReader(folder) as reader:
         assert stored_linears(reader) is None
         assert quantization_block(folder, reader.config) is None
+        assert not quantizes_weights(folder, reader.config)
     with pytest.raises(CheckpointError, match="is not quantized; read it as it is"):
         DequantizedReader(folder)
+
+
+def test_scales_of_the_cache_are_no_quantized_weights(tmp_path: Path) -> None:
+    block = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": static_scheme(per_head=False),
+    }
+    folder = _folder(tmp_path / "model", {"quantization_config": block})
+    with CheckpointReader(folder) as reader:
+        linears = stored_linears(reader)
+        assert linears is not None and linears.modules() == []
+        assert not quantizes_weights(folder, reader.config)
+    for changes in ({"config_groups": {"group_0": {}}}, {"quant_method": "gptq"}):
+        assert quantizes_weights(folder, {"quantization_config": block | changes})
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,17 @@ def _quantize(source: Path, tmp_path: Path, method: str, told: Callable[[Progres
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     options = QuantizeOptions(
-        method=method, calibration=(str(text),), samples=3, seq_len=16, device="cpu"
+        method=method,
+        kv_cache="fp8" if method == "none" else None,
+        calibration=(str(text),),
+        samples=3,
+        seq_len=16,
+        device="cpu",
     )
     quantize_model(source, tmp_path / "q", options, told)
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "awq+gptq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "awq+gptq", "none"])
 def test_nothing_of_a_block_is_held_when_it_is_done(
     method: str, model_factory: Callable[..., Path], tmp_path: Path, only_new_objects: None
 ) -> None:

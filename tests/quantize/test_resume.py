@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 out = Path(folder) / "q"
 options = QuantizeOptions(
     method=method, calibration=(text,), eval_text=text, samples=4, seq_len=32, device="cpu",
-    eval_windows=2,
+    eval_windows=2, kv_cache="fp8" if method == "none" else None,
 )
 
 
@@ -125,6 +125,16 @@ def test_a_run_killed_again_and_again_gives_the_bytes_of_one_that_was_not(
     assert _bytes(tmp_path / "q") == _bytes(tmp_path / "whole")
     report = json.loads((tmp_path / "q/qtool/report.json").read_text())
     assert len(report["modules"]) == 35 and report["evaluation"]["engine"] == "sum"
+
+
+@pytest.mark.slow
+def test_weights_that_stay_as_they_are_survive_a_run_killed_again_and_again(
+    model_factory: Callable[..., Path], tmp_path: Path, checkout_env: dict[str, str]
+) -> None:
+    source = model_factory(layers=5, max_shard_size="200KB")
+    found = _kill_often(source, tmp_path, "none", 3, 6, checkout_env)
+    assert any(done > 0 for done, _ in found), "a kill came after some block"
+    assert _bytes(tmp_path / "q") == _bytes(tmp_path / "whole")
 
 
 @pytest.mark.slow
