@@ -40,8 +40,8 @@ def check_not_quantized(config: Mapping[str, Any]) -> None:
         if config.get(key):
             method = config[key].get("quant_method", "unknown")
             raise QuantizationError(
-                f"the source is already quantized ({key}: {method}); a run starts from weights "
-                "that are not, as rounding twice only adds error: use the original checkpoint"
+                f"the source is already quantized ({key}: {method}); a run needs weights that "
+                "are not, as rounding twice only adds error: start from the original checkpoint"
             )
 
 
