@@ -167,6 +167,9 @@ class TestWhatItIsFor:
         assert loaded.smoothed.by_plan == (0, 1) and not loaded.notes
         smoothed, plain = _key_losses(loaded, folder, "int8")
         assert smoothed < plain / 5
+        # A scale a channel has no use for factors, and takes them without a trace.
+        smoothed, plain = _key_losses(loaded, folder, "int4")
+        assert smoothed == plain > 0
 
 
 def _set_pair(gains: Tensor, gain: float) -> None:

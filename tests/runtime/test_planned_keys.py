@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,16 +84,16 @@ class TestQuantizedRows:
             assert torch.equal(after.dequantize(), before.dequantize() * factors)
 
     @pytest.mark.parametrize("method", ["rtn", "smoothquant", "fp8 channel", "fp8 tensor"])
-    @pytest.mark.parametrize("native", [False, True])
+    @pytest.mark.parametrize("compute", [None, "fp32", "int8"])
     def test_logits_of_a_quantized_model_are_the_same_bits(
-        self, method: str, native: bool, model_factory: Callable[..., Path], tmp_path: Path
+        self, method: str, compute: Any, model_factory: Callable[..., Path], tmp_path: Path
     ) -> None:
         folder = _quantized(method, model_factory(kv_heads=2, bias=True), tmp_path)
 
         def backend() -> Backend:
-            if not native:
+            if compute is None:
                 return ReferenceBackend(CPU, torch.float32)
-            return NativeBackend(CPU, torch.float32, native_at(LEVELS[-1]), "fp32")
+            return NativeBackend(CPU, torch.bfloat16, native_at(LEVELS[-1]), compute)
 
         plain, smoothed = decoders(folder, backend)
         ids = token_ids(50)
