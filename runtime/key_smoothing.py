@@ -9,7 +9,7 @@ factors can be folded into weights at load and a cache in the compute dtype give
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,7 +32,7 @@ class SmoothedKeys:
 
     Attributes:
         by_plan: the checkpoint's plan of the cache.
-        by_norm: gains of ``k_norm``.
+        by_norm: gains of ``k_norm`` and the rows of ``k_proj``.
         refused: layers that the plan has factors for and that go without, with the reason.
     """
 
@@ -73,6 +73,30 @@ def exponents_of(peaks: Tensor, rotary_dim: int) -> Tensor:
     floored = tied.maximum(tied.amax(1, keepdim=True) * 2.0**-MAX_EXPONENT)
     smallest = floored.masked_fill(tied == 0, torch.inf).amin(1, keepdim=True)
     return torch.where(tied == 0, 0.0, (floored / smallest).log2().round()).long()
+
+
+def expected_peaks(
+    gains: Tensor, weight: Weight, bias: Tensor | None, input_gains: Tensor
+) -> Tensor:
+    """How large channels of normed keys are, up to a factor, float32 [1, head_dim].
+
+    Of inputs whose channels are independent and as large as the gains of their norm, a row of the
+    projection makes a channel as large as the root of the sum of its squares. The norm of keys then
+    divides each head by its size. Heads share gains, so the largest of them counts.
+
+    Args:
+        gains: of the norm of keys, [head_dim].
+        weight: projection of keys, [num_kv_heads * head_dim, hidden].
+        bias: [num_kv_heads * head_dim], or ``None``.
+        input_gains: of the norm before the projection, [hidden].
+    """
+    rows = (weight.dequantize() if isinstance(weight, QuantizedTensor) else weight.float()).cpu()
+    squares = (rows * input_gains.cpu()).square().sum(1)
+    if bias is not None:
+        squares = squares + bias.float().cpu().square()
+    heads = squares.unflatten(0, (-1, len(gains)))
+    sizes = (heads / heads.mean(1, keepdim=True)).sqrt()
+    return (sizes * gains.abs().cpu()).amax(0, keepdim=True)
 
 
 def calibrated_exponents(
@@ -129,16 +153,23 @@ class KeySmoother:
         return SmoothedKeys(tuple(self._by_plan), tuple(self._by_norm), dict(self._refused))
 
     def norms(
-        self, layer: int, attention: str, query: Tensor, key: Tensor
+        self,
+        layer: int,
+        attention: str,
+        query: Tensor,
+        key: Tensor,
+        expected: Callable[[], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Gains [head_dim] of the norms of queries and keys, float32, with factors in them."""
+        """Gains [head_dim] of the norms of queries and keys, float32, with factors in them.
+
+        ``expected`` gives peaks of keys, [1, head_dim], where no plan knows better.
+        """
         planned = self._of_plan(layer, attention)
         if planned is None and attention in self._static:
             return query, key
         exponents = planned
         if exponents is None:
-            peaks = key.abs().unsqueeze(0)
-            exponents = exponents_of(peaks, _rotary_dim(self._config, layer))
+            exponents = exponents_of(expected(), _rotary_dim(self._config, layer))
         exponents = exponents[0].clamp(max=self._limit)
         if bool(exponents.any()):
             (self._by_norm if planned is None else self._by_plan).append(layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from qtool.runtime.kernels.backend import (
     ReorderedInput,
     SideBySide,
 )
-from qtool.runtime.key_smoothing import KeySmoother, SmoothedKeys
+from qtool.runtime.key_smoothing import KeySmoother, SmoothedKeys, expected_peaks
 from qtool.runtime.kv_cache import CacheForm
 from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.layers import Attention, DecoderLayer, FeedForward, Mlp
@@ -170,13 +171,8 @@ class DecoderBuilder:
         if config.family.fused:
             names, sizes = [f"{prefix}.qkv_proj"], [sum(sizes)]
         weights, biases = self._read(names, sizes, config.hidden_size, config.qkv_bias)
-        norms: tuple[Tensor, Tensor] | None = None
-        if config.family.qk_norm:
-            query, key = (self._norm(f"{prefix}.{n}_norm", config.head_dim) for n in "qk")
-            norms = query, key
-            if self._smoother is not None:
-                norms = self._smoother.norms(index, prefix, query, key)
-        elif self._smoother is not None:
+        q_norm, k_norm = self._head_norms(index, prefix, weights, biases)
+        if self._smoother is not None and k_norm is None:
             weights, biases = self._smoother.projections(index, prefix, weights, biases)
         output = [f"{prefix}.o_proj"]
         return Attention(
@@ -186,9 +182,26 @@ class DecoderBuilder:
                 config.attention_scale, config.windows[index], config.attention_softcap
             ),
             rope=config.rope_of[index],
-            q_norm=None if norms is None else norms[0],
-            k_norm=None if norms is None else norms[1],
+            q_norm=q_norm,
+            k_norm=k_norm,
         )
+
+    def _head_norms(
+        self,
+        index: int,
+        prefix: str,
+        weights: list[Tensor | QuantizedTensor],
+        biases: list[Tensor | None],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of queries and keys, behind these projections; ``None`` where a family has none."""
+        if not self._config.family.qk_norm:
+            return None, None
+        q_norm, k_norm = (self._norm(f"{prefix}.{n}_norm", self._config.head_dim) for n in "qk")
+        if self._smoother is None:
+            return q_norm, k_norm
+        before = self._norm(f"model.layers.{index}.input_layernorm")
+        peaks = partial(expected_peaks, k_norm, weights[1], biases[1], before)
+        return self._smoother.norms(index, prefix, q_norm, k_norm, peaks)
 
     def _feed_forward(self, index: int, prefix: str) -> FeedForward:
         config = self._config

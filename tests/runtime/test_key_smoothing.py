@@ -19,6 +19,8 @@ from qtool.calibration.walk import Walk
 from qtool.errors import CheckpointError
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.kv_plan import MAX_EXPONENT, KeyExponents
+from qtool.formats.scheme import WeightScheme
+from qtool.quantize.rtn import quantize_rtn
 from qtool.runtime.cache_quality import compare_caches
 from qtool.runtime.config import parse_decoder_config
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
@@ -27,6 +29,7 @@ from qtool.runtime.key_smoothing import (
     FLOAT16_MAX_EXPONENT,
     KeySmoother,
     calibrated_exponents,
+    expected_peaks,
     exponents_of,
     powers_of_two,
 )
@@ -91,6 +94,32 @@ class TestExponents:
                 config = parse_decoder_config(reader.config)
             found = calibrated_exponents(peaks, config)
             assert [max(head) for head in found[1]] == expected
+
+
+class TestExpectedPeaks:
+    """What projections and gains say of keys that no text has been run for."""
+
+    def test_they_are_the_sizes_of_channels_behind_random_inputs(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        gains, before, bias = noise(8), noise(40).exp(), 3 * noise(16)
+        gains[2] = 0.0
+        weight = noise(16, 40) * noise(16, 1).exp()
+        keys = (noise(4000, 40) * before @ weight.t() + bias).unflatten(1, (2, 8))
+        sizes = keys.square().mean(0).sqrt()
+        sizes = sizes / sizes.square().mean(1, keepdim=True).sqrt()
+        expected = (sizes * gains.abs()).amax(0, keepdim=True)
+        assert torch.allclose(expected_peaks(gains, weight, bias, before), expected, rtol=0.05)
+        quantized = quantize_rtn(weight, WeightScheme(8, True, "channel", None), torch.float32)
+        found = expected_peaks(gains, quantized, bias, before)
+        assert torch.allclose(found, expected, rtol=0.06)
+
+    def test_a_head_of_zeros_has_no_factors(self) -> None:
+        found = expected_peaks(torch.ones(4), torch.zeros(4, 3), None, torch.ones(3))
+        assert not exponents_of(found, 4).any()
 
 
 class TestNoScoreChanges:
