@@ -1,7 +1,11 @@
-"""The largest keys and values that a block hands to the cache: what static scales come from."""
+"""The largest keys and values that a block hands to the cache.
+
+Static scales come from them, and factors that make the channels of keys alike.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,24 +23,33 @@ _ARGUMENTS = ("cache", "past_key_values")
 
 @dataclass(frozen=True, slots=True)
 class CachePeaks:
-    """Largest \\|key\\|, after rotation, and \\|value\\| of a block's attention on all tokens.
+    """Largest keys, after rotation, and values of a block's attention on all tokens.
+
+    Attributes:
+        keys: largest \\|key\\| of each head's channels, [num_kv_heads][head_dim].
+        value: largest \\|value\\| of all.
 
     Raises:
         CalibrationError: one is not finite.
     """
 
     prefix: str
-    key: float
+    keys: tuple[tuple[float, ...], ...]
     value: float
 
     def __post_init__(self) -> None:
-        for name in ("key", "value"):
-            peak = getattr(self, name)
-            if not torch.tensor(peak).isfinite():
+        channels = (peak for head in self.keys for peak in head)
+        for name, peaks in (("key", channels), ("value", (self.value,))):
+            if wrong := [peak for peak in peaks if not math.isfinite(peak)]:
                 raise CalibrationError(
-                    f"a {name} of {self.prefix} is {peak} on calibration text; the model overflows "
-                    "on this text, or its weights are damaged"
+                    f"a {name} of {self.prefix} is {wrong[0]} on calibration text; the model "
+                    "overflows on this text, or its weights are damaged"
                 )
+
+    @property
+    def key(self) -> float:
+        """Largest \\|key\\| of all."""
+        return max(max(head) for head in self.keys)
 
 
 class _Stored(Exception):
@@ -47,13 +60,13 @@ class _Watcher:
     """Stands in for the cache, and remembers what it is given."""
 
     def __init__(self) -> None:
-        self.peaks = torch.zeros(2)
+        self.keys, self.value = torch.zeros(1, 1), torch.zeros(())
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> NoReturn:
         """Take keys and values [batch, num_kv_heads, seq_len, head_dim]."""
-        found = torch.stack([part.abs().amax().float().cpu() for part in (keys, values)])
         # maximum, and not a comparison: it hands NaN on.
-        self.peaks = torch.maximum(self.peaks, found)
+        self.keys = torch.maximum(self.keys, keys.abs().amax((0, 2)).float().cpu())
+        self.value = torch.maximum(self.value, values.abs().amax().float().cpu())
         raise _Stored
 
 
@@ -70,8 +83,8 @@ def cache_peaks(block: DecoderBlock) -> CachePeaks:
         for batch in block.inputs.split(max(1, BATCH_TOKENS // block.inputs.shape[1])):
             with suppress(_Stored):
                 block.module(batch.to(block.device), **arguments)
-    key, value = watcher.peaks.tolist()
-    return CachePeaks(block.prefix, key, value)
+    keys = tuple(tuple(head) for head in watcher.keys.tolist())
+    return CachePeaks(block.prefix, keys, float(watcher.value))
 
 
 @contextmanager

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from qtool.errors import ModelError
 from qtool.formats.checkpoint import CONFIG_NAME, read_json
-from qtool.formats.kv_plan import AUTO, FP8, KVPlan
+from qtool.formats.kv_plan import AUTO, FP8, KEYS_BY_TOKEN, KeyExponents, KVPlan
 from qtool.quantize.cache_search import frontier, search
 from qtool.quantize.kv_cache import SWEPT, CacheTask
 from qtool.runtime.cache_quality import CacheQuality, compare_caches
 from qtool.runtime.cache_sweep import layer_losses
 from qtool.runtime.config import parse_decoder_config
+from qtool.runtime.key_smoothing import calibrated_exponents
 from qtool.runtime.kv_schemes import PAGE_SIZE, SCHEMES, WIDE, LayerSchemes
 from qtool.runtime.loaded_model import LoadedModel, choose_cache, load_model
 from qtool.runtime.options import ModelOptions
@@ -62,11 +63,12 @@ def plan(task: CacheTask, report: Report) -> KVPlan:
     """
     config = read_json(task.folder / CONFIG_NAME)
     try:
-        layers = parse_decoder_config(config).num_layers
+        decoder = parse_decoder_config(config)
     except ModelError:
         # FP8 scales of a family that only other engines run.
         return KVPlan.uniform(task.asked, int(config["num_hidden_layers"]))
-    model = _load(task)
+    layers, exponents = decoder.num_layers, calibrated_exponents(task.key_peaks, decoder)
+    model = _load(task, exponents)
     chosen = (
         KVPlan.uniform(task.asked, layers) if task.asked != AUTO else _choose(model, task, report)
     )
@@ -78,16 +80,30 @@ def plan(task: CacheTask, report: Report) -> KVPlan:
         bits=8 * size / (elements * model.decoder.config.head_dim),
         bytes_per_token=-(-size // PAGE_SIZE),
         measured=_measured(model, form, task, report),
+        key_exponents=_kept(exponents, chosen, model),
     )
 
 
-def _load(task: CacheTask) -> LoadedModel:
+def _kept(
+    exponents: Sequence[KeyExponents], plan: KVPlan, model: LoadedModel
+) -> tuple[KeyExponents | None, ...] | None:
+    """Exponents of the layers whose scheme has a use for them, and that could be smoothed."""
+    kept = tuple(
+        heads
+        if plan.layers[layer] in KEYS_BY_TOKEN and layer not in model.smoothed.refused
+        else None
+        for layer, heads in enumerate(exponents)
+    )
+    return kept if any(kept) else None
+
+
+def _load(task: CacheTask, exponents: Sequence[KeyExponents]) -> LoadedModel:
     lengths = [task.samples.shape[1]] if task.samples is not None else []
     lengths += [task.held_out.ids.shape[1]] if task.held_out is not None else []
     loading = ModelOptions(
         device=task.device.type, dtype="fp32", self_check=False, kv_cache_dtype=WIDE.name
     )
-    return load_model(task.folder, loading, max(lengths, default=None))
+    return load_model(task.folder, loading, max(lengths, default=None), exponents or None)
 
 
 def _choose(model: LoadedModel, task: CacheTask, report: Report) -> KVPlan:
@@ -165,7 +181,8 @@ def cache_table(record: Mapping[str, Any]) -> Table:
     """What a plan gives to how many layers, and what that costs."""
     measured, chosen = record["measured"], record["chosen_from"]
     table = Table(title=f"cache of keys and values, {record['name']}")
-    for column in ("layers", "bits", "bytes a token", "KL, held-out", "KL, calibration", "budget"):
+    figures = ("bits", "bytes a token", "smoothed", "KL, held-out", "KL, calibration", "budget")
+    for column in ("layers", *figures):
         table.add_column(column, justify="left" if column == "layers" else "right")
     names = record["layers"]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
@@ -174,6 +191,7 @@ def cache_table(record: Mapping[str, Any]) -> Table:
         ", ".join(f"{count} {name}" for name, count in counts.items()),
         "-" if bits is None else f"{bits:.2f}",
         "-" if size is None else f"{size:,}",
+        f"{record['smoothed_layers']} of {len(names)}",
         "-" if measured is None else f"{measured['kl']:.5f}",
         "-" if chosen is None else f"{chosen['kl']:.5f}",
         "-" if chosen is None else f"{chosen['budget']:g}",

@@ -57,6 +57,8 @@ def show_plan(info: EngineInfo, where: Console) -> None:
         f"{info.max_num_batched_tokens:,} tokens a step; prefixes are "
         f"{'kept' if info.prefix_caching else 'not kept'} for requests that begin alike",
     ]
+    if info.key_smoothing:
+        lines.insert(-1, f"keys: smoothed {info.key_smoothing}")
     if info.kv_groups:
         lines.insert(-1, f"block tables: {info.kv_groups}{_windows(info)}")
     if info.kv_eviction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ def _open_walk(job: Job, texts: Texts, state: WalkState | None, *, originals: bo
         ids=ids,
         held_out=held_out,
         originals=originals,
-        watch_cache=job.kv_scales,
+        watch_cache=job.kv_scales or job.key_peaks,
         state=state,
     )
 
@@ -108,11 +109,16 @@ def _commit(
         state, peaks = walk.state, walk.peaks
         if state.index == len(job.family.block_prefixes(job.reader.config)):
             state = WalkState(state.index, None, state.held_out)  # calibration ends here
-    facts = {"records": [asdict(record) for record in block.records], "peaks": peaks}
+    facts: dict[str, Any] = {
+        "records": [asdict(record) for record in block.records],
+        "peaks": peaks,
+    }
     tensors = block_tensors(job, prefix, block)
-    if job.kv_scales:
+    if job.kv_scales or job.key_peaks:
         assert walk is not None and walk.cache_peaks is not None
-        tensors |= cache_scales(job, walk.cache_peaks)
+        facts["key_peaks"] = walk.cache_peaks.keys
+        if job.kv_scales:
+            tensors |= cache_scales(job, walk.cache_peaks)
     work.commit(tensors, facts, state)
 
 

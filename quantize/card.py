@@ -142,6 +142,10 @@ def _cache(plan: Mapping[str, Any]) -> str:
     text = f"Keys and values are to be stored as {plan['name']} (layers: {layers})"
     if plan["bits"] is not None:
         text += f": {plan['bits']:.2f} bits an element, {plan['bytes_per_token']} bytes a token"
+    if plan["smoothed_layers"]:
+        text += (
+            f"; keys of {plan['smoothed_layers']} layers are smoothed by factors from calibration"
+        )
     if measured := plan["measured"]:
         text += (
             f". That costs {measured['kl']:.5f} nats per token, as KL divergence from the same "

@@ -42,6 +42,7 @@ class Job:
         first_block: where the method begins: blocks before it are done already.
         format: how weights are written.
         kv_scales: FP8 scales of the cache are calibrated, and written with the weights.
+        key_peaks: the largest keys are noted for the plan of the cache, channel by channel.
     """
 
     reader: CheckpointReader
@@ -54,6 +55,7 @@ class Job:
     first_block: int = 0
     format: WritableFormat = compressed_tensors
     kv_scales: bool = False
+    key_peaks: bool = False
 
     @property
     def keeps_weights(self) -> bool:

@@ -5,7 +5,7 @@ What a cache costs only the runtime can say, which this half does not know: a pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from qtool.errors import UsageError
 from qtool.formats.checkpoint import CheckpointWriter
-from qtool.formats.kv_plan import AUTO, FP8, KV_PLAN_PATH, KVPlan
+from qtool.formats.kv_plan import AUTO, FP8, KEYS_BY_TOKEN, KV_PLAN_PATH, KVPlan
 from qtool.quantize.cache_search import MAX_TRIES
 from qtool.quantize.job import Job
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.prepare import HeldOut, Texts
+from qtool.quantize.work import WorkFolder
 
 # Calibration tokens on which auto looks at every layer. A sweep runs them half as often as there
 # are layers times schemes: with 32 layers and 3 schemes that is as long as 96 samples of 512 tokens
@@ -29,6 +30,10 @@ SWEEP_TOKENS = 1024
 
 # What auto gives a layer, beside the compute dtype.
 SWEPT = ("int4", "k8v4", "int8")
+
+_SMOOTHED = (
+    f"; where keys have a scale a token ({', '.join(KEYS_BY_TOKEN)}), factors from calibration"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +48,8 @@ class CacheTask:
         samples: of ``auto``: calibration windows, int64 [n, seq_len].
         samples_text: where they come from.
         held_out: text to measure the answer on, or ``None``.
+        key_peaks: largest \\|key\\| of every layer on the calibration samples,
+            [num_kv_heads][head_dim] each, where the plan may have factors for keys.
     """
 
     folder: Path
@@ -52,6 +59,7 @@ class CacheTask:
     samples: Tensor | None
     samples_text: str
     held_out: HeldOut | None
+    key_peaks: tuple[Sequence[Sequence[float]], ...] = ()
 
 
 # Answers with the plan, its bits and what it costs.
@@ -67,9 +75,17 @@ def require_planner(options: QuantizeOptions, planner: Planner | None) -> None:
 
 
 def plan_cache(
-    job: Job, texts: Texts, options: QuantizeOptions, folder: Path, planner: Planner | None
+    job: Job,
+    texts: Texts,
+    options: QuantizeOptions,
+    work: WorkFolder,
+    folder: Path,
+    planner: Planner | None,
 ) -> KVPlan | None:
-    """The plan of a written checkpoint; ``None`` where nothing is asked."""
+    """The plan of a written checkpoint; ``None`` where nothing is asked.
+
+    Without a planner it is a uniform one, of which nothing is known, and keys stay as they are.
+    """
     if options.kv_cache is None:
         return None
     if planner is None:
@@ -84,6 +100,7 @@ def plan_cache(
         samples=sweep_samples(texts.ids) if options.kv_cache == AUTO else None,
         samples_text=", ".join(map(str, names)),
         held_out=texts.held_out,
+        key_peaks=tuple(block.facts["key_peaks"] for block in work.blocks) if job.key_peaks else (),
     )
     return planner(task)
 
@@ -95,12 +112,12 @@ def describe_request(options: QuantizeOptions) -> str:
     if options.kv_cache == AUTO:
         return (
             f"auto: {', '.join(SWEPT)} or the compute dtype for each layer, the fewest bytes that "
-            f"cost at most {options.cache_budget:g} nats per token"
+            f"cost at most {options.cache_budget:g} nats per token{_SMOOTHED}"
         )
-    scales = (
-        ", a scale of keys and one of values from calibration" if options.kv_cache == FP8 else ""
-    )
-    return f"{options.kv_cache} in all layers{scales}"
+    calibrated = _SMOOTHED if options.smooths_keys else ""
+    if options.kv_cache == FP8:
+        calibrated = ", a scale of keys and one of values from calibration"
+    return f"{options.kv_cache} in all layers{calibrated}"
 
 
 def num_window_runs(options: QuantizeOptions, num_layers: int, num_held_out: int) -> int:
@@ -127,5 +144,8 @@ def publish_plan(writer: CheckpointWriter, plan: KVPlan | None) -> None:
 
 
 def plan_record(plan: KVPlan | None) -> Mapping[str, Any] | None:
-    """What ``qtool/report.json`` says of it."""
-    return None if plan is None else {k: v for k, v in plan.to_dict().items() if k != "version"}
+    """What ``qtool/report.json`` says of it: all but the exponents themselves."""
+    if plan is None:
+        return None
+    known = {k: v for k, v in plan.to_dict().items() if k not in ("version", "key_exponents")}
+    return known | {"smoothed_layers": plan.num_smoothed}

@@ -9,7 +9,7 @@ import torch
 
 from qtool.calibration.sources import BUILTIN
 from qtool.errors import UsageError
-from qtool.formats.kv_plan import AUTO, CHOICES, FP8
+from qtool.formats.kv_plan import AUTO, CHOICES, FP8, KEYS_BY_TOKEN
 from qtool.formats.registry import DEFAULT_FORMAT, writer_of
 from qtool.formats.scheme import PORTABLE_BITS, Strategy, fp8_scheme, w8a8_scheme
 from qtool.quantize.methods import METHODS
@@ -224,8 +224,13 @@ class QuantizeOptions:
     @property
     def needs_calibration(self) -> bool:
         """Whether the run looks at data."""
-        cache = self.kv_cache in (FP8, AUTO)
+        cache = self.kv_cache == FP8 or self.smooths_keys
         return cache or METHODS[self.method].needs_calibration or self.schemes.has_static_inputs
+
+    @property
+    def smooths_keys(self) -> bool:
+        """Whether the plan of the cache has factors for keys, from the calibration samples."""
+        return self.kv_cache in (AUTO, *KEYS_BY_TOKEN)
 
     @property
     def cache_budget(self) -> float:

@@ -186,7 +186,7 @@ def _finish(
     plan = None
     if run.options.kv_cache is not None:
         with run.clock.phase("kv cache"):
-            plan = plan_cache(run.job, run.texts, run.options, writer.folder, planner)
+            plan = plan_cache(run.job, run.texts, run.options, run.work, writer.folder, planner)
     publish_plan(writer, plan)
     report = _report(run, head, writer, found, plan)
     probe = None if found is None else found.probe

@@ -92,6 +92,7 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
         options.torch_device,
         ids=None,
         kv_scales=options.kv_cache == FP8,
+        key_peaks=options.smooths_keys,
     )
     return with_format(job, options.formats)
 

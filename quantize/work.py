@@ -43,7 +43,7 @@ from qtool.formats.safetensors_file import (
 from qtool.formats.writer import PARTIAL
 
 # Grows with the layout of these files.
-LAYOUT = 2
+LAYOUT = 3
 
 # All that is ever written here; a folder with anything else belongs to somebody.
 _OURS = re.compile(r"(run\.json|(block|state)-\d{5}\.(json|safetensors))(\.tmp)?")

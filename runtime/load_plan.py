@@ -65,6 +65,7 @@ def make_plan(
         notes=(*model.notes, *shortage),
         kv_cache_dtype=decoder.kv_cache_dtype,
         kv_cache_reason=model.kv_reason,
+        key_smoothing="" if decoder.kv.schemes.is_wide else model.smoothed.describe(),
         kv_eviction="" if eviction is None else eviction.describe(),
         kv_budget=0 if eviction is None else eviction.max_tokens,
         kv_full_bytes_per_token=_full_bytes(groups, decoder.kv_bytes_per_token),

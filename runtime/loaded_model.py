@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,14 +11,15 @@ from torch import Tensor
 
 from qtool.errors import EngineError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
-from qtool.formats.kv_plan import DECLARED, KVPlan, declared_plan
+from qtool.formats.kv_plan import DECLARED, KeyExponents, KVPlan, declared_plan
 from qtool.formats.kv_scales import KvScales
 from qtool.formats.probe import read_probe
 from qtool.formats.registry import quantizes_weights
 from qtool.formats.scheme import WeightScheme
-from qtool.runtime.config import parse_decoder_config
+from qtool.runtime.config import DecoderConfig, parse_decoder_config
 from qtool.runtime.kernels import select_backend
 from qtool.runtime.kernels.cpu.native_backend import NativeBackend
+from qtool.runtime.key_smoothing import SmoothedKeys
 from qtool.runtime.kv_cache import CacheForm
 from qtool.runtime.kv_fused import fallback_notes, plain_note
 from qtool.runtime.kv_schemes import FOLLOW, FP8, FP8_STATIC, WIDE, LayerSchemes, kv_scheme
@@ -48,6 +49,7 @@ class LoadedModel:
         kv_scales: the checkpoint's FP8 scales for the cache, by name of the attention.
         kv_plan: what the checkpoint says of its cache, if anything.
         kv_reason: why keys and values are stored as they are.
+        smoothed: layers whose keys are smoothed before they are stored.
     """
 
     folder: Path
@@ -59,6 +61,7 @@ class LoadedModel:
     kv_scales: Mapping[str, KvScales] = field(default_factory=dict)
     kv_plan: KVPlan | None = None
     kv_reason: str = ""
+    smoothed: SmoothedKeys = SmoothedKeys()
 
     @property
     def quantization(self) -> str:
@@ -68,9 +71,12 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path, options: ModelOptions, max_model_len: int | None = None
+    folder: Path,
+    options: ModelOptions,
+    max_model_len: int | None = None,
+    key_exponents: Sequence[KeyExponents | None] | None = None,
 ) -> LoadedModel:
-    """Load a model folder.
+    """Load a model folder; ``key_exponents`` stands for those of a plan that is yet to be written.
 
     Raises:
         UsageError: a device that is not there, or a length the model cannot have.
@@ -81,13 +87,9 @@ def load_model(
     """
     with CheckpointReader(folder) as reader:
         config = parse_decoder_config(reader.config)
-        plan = declared_plan(folder, reader.config, config.num_layers)
-        length = max_model_len or config.max_position
-        if length > config.longest:
-            raise UsageError(
-                f"max_model_len={max_model_len}: the model was made for at most {config.longest} "
-                "tokens"
-            )
+        plan = _plan_of(reader, config)
+        exponents = key_exponents or (None if plan is None else plan.key_exponents)
+        length = _longest(config, max_model_len)
         device = resolve_device(options.device)
         dtype, notes = resolve_dtype(options.dtype, reader.config, device)
         quantized = quantizes_weights(folder, reader.config)
@@ -104,7 +106,7 @@ def load_model(
         notes += (*concerned, *scaling_notes(config.ropes, length))
         if options.strict:
             refuse_notes(notes)
-        decoder, stored = load_decoder(reader, selection.backend, length)
+        decoder, stored = load_decoder(reader, selection.backend, length, exponents)
     plain = decoder
     asked = options.kv_cache_dtype
     form, cache_notes = choose_cache(asked, stored.kv_scales, decoder, plan)
@@ -125,7 +127,26 @@ def load_model(
         stored.kv_scales,
         plan,
         cache_reason(asked, plan),
+        stored.smoothed,
     )
+
+
+def _plan_of(reader: CheckpointReader, config: DecoderConfig) -> KVPlan | None:
+    """What the checkpoint says of its cache, if anything, held against its shape."""
+    plan = declared_plan(reader.folder, reader.config, config.num_layers)
+    if plan is not None:
+        plan.check_heads(config.num_kv_heads, config.head_dim)
+    return plan
+
+
+def _longest(config: DecoderConfig, asked: int | None) -> int:
+    """Tokens of the longest sequence that will run."""
+    length = asked or config.max_position
+    if length > config.longest:
+        raise UsageError(
+            f"max_model_len={asked}: the model was made for at most {config.longest} tokens"
+        )
+    return length
 
 
 def choose_cache(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from qtool.errors import CheckpointError
 from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.kv_plan import KeyExponents
 from qtool.formats.kv_scales import KvScales, kv_scale_names, read_kv_scales
 from qtool.formats.registry import stored_linears
 from qtool.formats.scheme import WeightScheme
@@ -24,6 +26,7 @@ from qtool.runtime.kernels.backend import (
     ReorderedInput,
     SideBySide,
 )
+from qtool.runtime.key_smoothing import KeySmoother, SmoothedKeys, expected_peaks
 from qtool.runtime.kv_cache import CacheForm
 from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.layers import Attention, DecoderLayer, FeedForward, Mlp
@@ -46,11 +49,13 @@ class StoredModel:
         schemes: scheme of every quantized linear by name.
         kv_scales: FP8 scales of the cache by name of the attention; empty where it has none.
         notes: what was noticed in its tensors, one sentence each.
+        smoothed: layers whose keys were smoothed when they were loaded.
     """
 
     schemes: dict[str, WeightScheme]
     kv_scales: Mapping[str, KvScales]
     notes: tuple[str, ...]
+    smoothed: SmoothedKeys = SmoothedKeys()
 
 
 class WeightSource:
@@ -105,8 +110,15 @@ class WeightSource:
 class DecoderBuilder:
     """Builds a :class:`Decoder` layer by layer; one layer's plain weights in memory at a time."""
 
-    def __init__(self, source: WeightSource, config: DecoderConfig, backend: Backend) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        config: DecoderConfig,
+        backend: Backend,
+        smoother: KeySmoother | None = None,
+    ) -> None:
         self._source, self._config, self._backend = source, config, backend
+        self._smoother = smoother
         self._linears: dict[str, LinearOp] = {}
 
     def build(self, length: int) -> Decoder:
@@ -158,18 +170,38 @@ class DecoderBuilder:
         names, sizes = [f"{prefix}.{name}_proj" for name in "qkv"], [q_size, kv_size, kv_size]
         if config.family.fused:
             names, sizes = [f"{prefix}.qkv_proj"], [sum(sizes)]
+        weights, biases = self._read(names, sizes, config.hidden_size, config.qkv_bias)
+        q_norm, k_norm = self._head_norms(index, prefix, weights, biases)
+        if self._smoother is not None and k_norm is None:
+            weights, biases = self._smoother.projections(index, prefix, weights, biases)
         output = [f"{prefix}.o_proj"]
-        normed = config.family.qk_norm
         return Attention(
-            qkv=self._linear(names, sizes, config.hidden_size, config.qkv_bias),
+            qkv=self._fused(names, weights, biases),
             output=self._linear(output, [config.hidden_size], q_size, config.o_bias),
             scope=AttentionScope(
                 config.attention_scale, config.windows[index], config.attention_softcap
             ),
             rope=config.rope_of[index],
-            q_norm=self._norm(f"{prefix}.q_norm", config.head_dim) if normed else None,
-            k_norm=self._norm(f"{prefix}.k_norm", config.head_dim) if normed else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
         )
+
+    def _head_norms(
+        self,
+        index: int,
+        prefix: str,
+        weights: list[Tensor | QuantizedTensor],
+        biases: list[Tensor | None],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of queries and keys, behind these projections; ``None`` where a family has none."""
+        if not self._config.family.qk_norm:
+            return None, None
+        q_norm, k_norm = (self._norm(f"{prefix}.{n}_norm", self._config.head_dim) for n in "qk")
+        if self._smoother is None:
+            return q_norm, k_norm
+        before = self._norm(f"model.layers.{index}.input_layernorm")
+        peaks = partial(expected_peaks, k_norm, weights[1], biases[1], before)
+        return self._smoother.norms(index, prefix, q_norm, k_norm, peaks)
 
     def _feed_forward(self, index: int, prefix: str) -> FeedForward:
         config = self._config
@@ -252,6 +284,12 @@ class DecoderBuilder:
 
         ``activation`` is that between a gate and its up projection, if they are the modules.
         """
+        return self._fused(modules, *self._read(modules, rows, columns, bias), activation)
+
+    def _read(
+        self, modules: list[str], rows: list[int], columns: int, bias: bool
+    ) -> tuple[list[Tensor | QuantizedTensor], list[Tensor | None]]:
+        """Weights [rows, columns] and biases [rows] of modules that read the same input."""
         weights = [
             _checked(module, self._source.weight(module), (size, columns))
             for module, size in zip(modules, rows, strict=True)
@@ -261,6 +299,15 @@ class DecoderBuilder:
             for module, size in zip(modules, rows, strict=True)
         ]
         _refuse_mixture(modules, weights)
+        return weights, biases
+
+    def _fused(
+        self,
+        modules: list[str],
+        weights: list[Tensor | QuantizedTensor],
+        biases: list[Tensor | None],
+        activation: Activation | None = None,
+    ) -> LinearOp:
         operation = self._operation(weights, biases, activation)
         self._linears[", ".join(modules)] = operation
         return operation
@@ -320,7 +367,10 @@ def _refuse_mixture(modules: list[str], weights: list[Tensor | QuantizedTensor])
 
 
 def load_decoder(
-    reader: CheckpointReader, backend: Backend, length: int | None = None
+    reader: CheckpointReader,
+    backend: Backend,
+    length: int | None = None,
+    key_exponents: Sequence[KeyExponents | None] | None = None,
 ) -> tuple[Decoder, StoredModel]:
     """Load a model folder, and say how it is stored.
 
@@ -328,14 +378,18 @@ def load_decoder(
         reader: the opened folder.
         backend: where and how it will run.
         length: longest sequence, for the rotary tables; the model's own if ``None``.
+        key_exponents: factors for keys that a plan has, a layer each; see :mod:`.key_smoothing`.
 
     Raises:
         ModelError: an architecture that is not supported.
-        CheckpointError: missing, extra or misshapen tensors, or a quantization we cannot read.
+        CheckpointError: missing, extra or misshapen tensors, or a quantization we cannot read;
+            factors that would change scores.
     """
     config = parse_decoder_config(reader.config)
     source = WeightSource(reader)
-    builder = DecoderBuilder(source, config, backend)
+    smoother = KeySmoother(config, key_exponents, source.stored.kv_scales, backend.dtype)
+    builder = DecoderBuilder(source, config, backend, smoother)
     decoder = builder.build(length or config.max_position)
     warm_up(decoder)
-    return decoder, source.stored
+    stored, smoothed = source.stored, smoother.smoothed
+    return decoder, replace(stored, notes=stored.notes + smoothed.notes(), smoothed=smoothed)

@@ -59,6 +59,8 @@ class EngineInfo:
         backend_reason: why this back end.
         kv_cache_dtype: how keys and values are stored.
         kv_cache_reason: what decided it.
+        key_smoothing: by what keys are smoothed before they are stored, in how many layers; empty
+            where none are, or the compute dtype holds them.
         kv_tail_bytes: memory of all pages that running sequences have not filled yet, where the
             form of the cache keeps those aside.
         kv_eviction: what a sequence keeps of its keys and values; empty for everything.
@@ -89,6 +91,7 @@ class EngineInfo:
     backend_reason: str = ""
     kv_cache_dtype: str = ""
     kv_cache_reason: str = ""
+    key_smoothing: str = ""
     kv_tail_bytes: int = 0
     kv_eviction: str = ""
     kv_budget: int = 0

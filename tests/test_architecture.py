@@ -48,7 +48,7 @@ RUNTIME_LAYERS = [
     {"generation", "capacity", "loaded_model", "machine"},
     {"native_decoder", "window_run", "self_check"},
     {"model", "loader", "warm_up", "sampler", "logprobs", "tokenizer"},
-    {"moe"},
+    {"moe", "key_smoothing"},
     {"batch", "config", "families", "linear", "layers", "rope_config", "rotary"}
     | {"kv_cache", "kv_fused", "kv_layers", "kv_codes", "kv_segments", "attention_votes"},
     {"kernels"},

@@ -29,12 +29,15 @@ def _open(reader: CheckpointReader, ids: torch.Tensor, *, watch: bool = True) ->
     return Walk(reader, family, CPU, ids=ids, watch_cache=watch)
 
 
-def _peaks_of_transformers(folder: Path, ids: torch.Tensor) -> list[tuple[float, float]]:
+def _peaks_of_transformers(
+    folder: Path, ids: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each layer, largest \\|key\\| [num_kv_heads, head_dim] and \\|value\\|."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         output = model(ids, use_cache=True)
     cache = output.cache if "cache" in output else output.past_key_values
-    return [(float(la.keys.abs().max()), float(la.values.abs().max())) for la in cache.layers]
+    return [(la.keys.abs().amax((0, 2)), la.values.abs().max()) for la in cache.layers]
 
 
 @pytest.mark.parametrize("name", OFFLINE_VARIANTS)
@@ -52,10 +55,11 @@ def test_peaks_are_those_of_the_cache_of_every_family(
         for block in walk.blocks():
             walk.advance()
             assert walk.cache_peaks is not None and walk.cache_peaks.prefix == block.prefix
-            found.append((walk.cache_peaks.key, walk.cache_peaks.value))
-    assert torch.tensor(found).allclose(
-        torch.tensor(_peaks_of_transformers(folder, ids)), rtol=1e-4
-    )
+            found.append(walk.cache_peaks)
+    for peaks, (keys, value) in zip(found, _peaks_of_transformers(folder, ids), strict=True):
+        assert torch.tensor(peaks.keys).allclose(keys, rtol=1e-4)
+        assert peaks.key == pytest.approx(float(keys.max()), rel=1e-4)
+        assert peaks.value == pytest.approx(float(value), rel=1e-4)
 
 
 @torch.no_grad()
@@ -101,4 +105,6 @@ def test_inputs_and_outputs_are_as_without_watching(tiny_model_folder: Path) -> 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(value: float) -> None:
     with pytest.raises(CalibrationError, match=r"a value of model.layers.1 is (nan|inf)"):
-        CachePeaks("model.layers.1", 1.0, value)
+        CachePeaks("model.layers.1", ((1.0,),), value)
+    with pytest.raises(CalibrationError, match=r"a key of model.layers.1 is (nan|inf)"):
+        CachePeaks("model.layers.1", ((1.0, 2.0), (1.0, value)), 1.0)

@@ -71,6 +71,7 @@ def test_every_module_phase_and_pair_is_in_the_json(
     ("options", "words"),
     [
         (["fp8"], "fp8 in all layers, a scale of keys and one of values from calibration"),
+        (["int8"], "int8 in all layers; where keys have a scale a token (int8, k8v4), factors"),
         (["auto", "--seq-len", "256"], "at most 0.005 nats per token"),
     ],
 )

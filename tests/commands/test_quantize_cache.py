@@ -19,9 +19,13 @@ from qtool.cli import main
 from qtool.errors import ModelError
 from qtool.formats.kv_plan import KV_PLAN_PATH, read_kv_plan
 from qtool.formats.validation.validate import validate
+from qtool.formats.writer import dump_json
+from qtool.runtime.cache_quality import compare_caches
+from qtool.runtime.kv_schemes import LayerSchemes
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.options import ModelOptions
 from support.batches import run_whole
+from support.smoothing import large_bias
 from support.variants import relative_error
 
 CPU = ModelOptions(device="cpu", dtype="fp32")
@@ -31,7 +35,7 @@ def _quantize(model: Path, out: Path, *options: str) -> Result:
     words = out.parent / "words.txt"
     words.write_text("The model reads the text, then the model writes the next word.\n" * 200)
     texts = ["--eval-text", str(words), "--eval-windows", "2"]
-    if "rtn" not in options or {"fp8", "auto"} & set(options):
+    if "rtn" not in options or {"fp8", "int8", "k8v4", "auto"} & set(options):
         texts += ["--calibration", str(words), "--samples", "5", "--seq-len", "256"]
     arguments = ["--out", str(out), "--device", "cpu", *texts]
     return CliRunner().invoke(main, ["quantize", str(model), *arguments, *options])
@@ -142,6 +146,35 @@ class TestPlans:
         assert (
             _json(tmp_path / "q" / "config.json")["quantization_config"]["kv_cache_scheme"] is None
         )
+
+    @pytest.mark.parametrize("name", ["int8", "auto"])
+    def test_keys_of_coarse_layers_have_factors_from_calibration(
+        self, name: str, model_factory: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        source = large_bias(model_factory(model_type="qwen2", layers=4, max_positions=512))
+        loss = ["--kv-cache-loss", "0.0003"] if name == "auto" else []
+        done = _quantize(source, tmp_path / "q", "--method", "rtn", "--kv-cache", name, *loss)
+        assert done.exit_code == 0, (done.output, done.exception)
+        plan = read_kv_plan(tmp_path / "q")
+        assert plan is not None and plan.measured is not None and plan.key_exponents is not None
+        smoothed = [index for index, heads in enumerate(plan.key_exponents) if heads is not None]
+        assert smoothed == [i for i, n in enumerate(plan.layers) if n in ("int8", "k8v4")]
+        assert all(heads[0][7] >= 4 for heads in plan.key_exponents if heads is not None)
+        record = _json(tmp_path / "q/qtool/report.json")["kv_cache"]
+        assert record["smoothed_layers"] == len(smoothed) and "key_exponents" not in record
+        assert f"{len(smoothed)} of 4" in done.stdout
+        loaded = load_model(tmp_path / "q", replace(CPU, strict=True))
+        assert loaded.smoothed.by_plan == tuple(smoothed)
+        # What it says it costs is what the engine says, and less than without factors.
+        words = tmp_path / "words.txt"
+        text = mixed_blocks(
+            read_mix((str(words),)), tmp_path / "q", num_samples=2, seq_len=300, seed=1
+        )
+        form = LayerSchemes.of(plan.layers)
+        dump_json(tmp_path / "q" / KV_PLAN_PATH, plan.to_dict() | {"key_exponents": None})
+        plain = load_model(tmp_path / "q", CPU)
+        losses = [compare_caches(m, ["wide", form], text.ids)[1].kl for m in (loaded, plain)]
+        assert losses[0] < losses[1] / 2
 
     def test_the_plan_goes_along_into_other_formats(
         self, tiny_model_folder: Path, tmp_path: Path

@@ -24,6 +24,11 @@ from qtool.runtime.kv_schemes import SCHEMES
 MIXED = KVPlan(
     "auto", ("int4", "wide", "int4"), 8.3, 512, {"budget": 0.005, "kl": 0.004}, {"kl": 0.0043}
 )
+SMOOTHED = KVPlan(
+    "auto",
+    ("int8", "int4", "k8v4"),
+    key_exponents=(((0, 1, 8, 0), (2, 0, 0, 0)), None, ((0,) * 4, (3,) * 4)),
+)
 FP8_CONFIG = {
     "quantization_config": {
         "quant_method": "compressed-tensors",
@@ -41,11 +46,33 @@ def test_names_are_those_of_the_runtime_and_of_the_command_line() -> None:
     assert CHOICES == KV_CACHE_CHOICES and set(CHOICES) < {*SCHEMES, "auto"}
 
 
-@pytest.mark.parametrize("plan", [MIXED, KVPlan.uniform("int8", 4)])
+@pytest.mark.parametrize("plan", [MIXED, KVPlan.uniform("int8", 4), SMOOTHED])
 def test_what_is_written_is_read(plan: KVPlan, tmp_path: Path) -> None:
     assert read_kv_plan(tmp_path) is None
     _write(tmp_path, plan)
     assert read_kv_plan(tmp_path) == plan
+
+
+def test_a_head_is_a_word_of_digits_and_layers_with_any_are_counted(tmp_path: Path) -> None:
+    _write(tmp_path, SMOOTHED)
+    written = json.loads((tmp_path / KV_PLAN_PATH).read_text())["key_exponents"]
+    assert written == [["0180", "2000"], None, ["0000", "3333"]]
+    assert SMOOTHED.num_smoothed == 2 and MIXED.num_smoothed == 0
+
+
+def test_a_plan_of_before_there_were_exponents_is_read(tmp_path: Path) -> None:
+    values = MIXED.to_dict()
+    del values["key_exponents"]
+    dump_json(tmp_path / KV_PLAN_PATH, values)
+    assert read_kv_plan(tmp_path) == MIXED
+
+
+def test_exponents_for_keys_of_another_shape_are_refused() -> None:
+    SMOOTHED.check_heads(2, 4)
+    MIXED.check_heads(7, 7)
+    for shape in ((4, 2), (2, 8), (1, 4)):
+        with pytest.raises(CheckpointError, match=r"layer 0 are \(2, 4\) by KV heads and channels"):
+            SMOOTHED.check_heads(*shape)
 
 
 def test_people_read_schemes_by_number_of_layers() -> None:
@@ -65,6 +92,15 @@ def test_people_read_schemes_by_number_of_layers() -> None:
         ({"bits": -1}, "is -1; each is a positive number"),
         ({"bytes_per_token": "many"}, "is 'many'"),
         ({"measured": 3}, "is 3; each is an object or null"),
+        ({"key_exponents": "0123"}, "key_exponents is '0123'; it is a list, a layer an entry"),
+        ({"key_exponents": [["01"]]}, "has 1 entries for 3 layers"),
+        ({"key_exponents": ["01", None, None]}, "of layer 0 is 01; it is a list of strings"),
+        ({"key_exponents": [None, [[0, 1]], None]}, "of layer 1 is .*; it is a list of strings"),
+        ({"key_exponents": [None, ["0.5"], None]}, "of layer 1 is .*; it is a list of strings"),
+        ({"key_exponents": [None, ["-1"], None]}, "of layer 1 is .*; it is a list of strings"),
+        ({"key_exponents": [None, None, ["09"]]}, "of layer 2 has 9; an exponent is 0 to 8"),
+        ({"key_exponents": [["01", "012"], None, None]}, r"has heads of \[2, 3\] channels"),
+        ({"key_exponents": [[], None, None]}, r"has heads of \[\] channels"),
     ],
 )
 def test_a_damaged_plan_is_refused_with_its_place_and_a_remedy(

@@ -12,6 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from qtool.errors import UsageError
+from qtool.formats.kv_plan import KVPlan
+from qtool.quantize.kv_cache import CacheTask
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import Evaluated, Progress, quantize_model
 
@@ -197,6 +199,25 @@ def test_only_the_blocks_that_are_missing_are_done(
     steps: list[Progress] = []
     quantize_model(source, tmp_path / "q", _options(), steps.append)
     assert [step.done for step in steps if step.phase == "quantize"] == [3, 4]
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_what_a_planner_is_told_of_keys_is_what_a_run_that_was_not_stopped_tells(
+    method: str, model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    source, settings = model_factory(layers=4), {"kv_cache": "int8", "method": method}
+    told: list[CacheTask] = []
+
+    def plan(task: CacheTask) -> KVPlan:
+        told.append(task)
+        return KVPlan.uniform(task.asked, 4)
+
+    quantize_model(source, tmp_path / "whole", _options(**settings), planner=plan)
+    _stopped(source, tmp_path / "q", 2, **settings)
+    quantize_model(source, tmp_path / "q", _options(**settings), planner=plan)
+    assert _bytes(tmp_path / "q") == _bytes(tmp_path / "whole")
+    assert json.dumps(told[0].key_peaks) == json.dumps(told[1].key_peaks)
+    assert [(len(heads), len(heads[0])) for heads in told[1].key_peaks] == [(2, 16)] * 4
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
