@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -246,8 +246,8 @@ def _parse(values: Mapping[str, Any]) -> KVPlan:
     for note in notes:
         if not (note is None or isinstance(note, dict)):
             raise CheckpointError(f"chosen_from or measured is {note!r}; each is an object or null")
-    exponents = _numbers(values.get("key_exponents"))
-    return KVPlan(name, tuple(layers), *figures, *notes, key_exponents=exponents)
+    plan = KVPlan(name, tuple(layers), *figures, *notes)
+    return replace(plan, key_exponents=_numbers(values.get("key_exponents")))
 
 
 def declared_plan(folder: Path, config: Mapping[str, Any], num_layers: int) -> KVPlan | None:

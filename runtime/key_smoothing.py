@@ -96,7 +96,8 @@ def expected_peaks(
         squares = squares + bias.float().cpu().square()
     heads = squares.unflatten(0, (-1, len(gains)))
     sizes = (heads / heads.mean(1, keepdim=True)).sqrt()
-    return (sizes * gains.abs().cpu()).amax(0, keepdim=True)
+    peaks: Tensor = sizes * gains.abs().cpu()
+    return peaks.amax(0, keepdim=True)
 
 
 def calibrated_exponents(
