@@ -341,7 +341,9 @@ engine_options = options(
     click.option("--max-model-len", type=int, help="Tokens of one sequence; default: the model's."),
     click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True),
     click.option(
-        "--block-size", type=int, help="Tokens of a cache block; default: 16, and 64 for int4."
+        "--block-size",
+        type=int,
+        help="Tokens of a cache block; default: 16, and 64 for k8v4 and int4.",
     ),
     click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",

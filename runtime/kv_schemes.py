@@ -1,9 +1,10 @@
 """How keys and values are stored: one row a scheme, read by everybody who asks. No torch here.
 
-A scheme says of keys and of values how many bits an element has, and what shares a scale. What
-shares a scale decides the rest: elements of several tokens that do can only be written when all of
-them are there, so such a scheme has pages of a fixed size, and keeps the page that a sequence is
-writing in the compute dtype until it is full (``docs/kv-cache.md``).
+A scheme says of keys and of values how many bits an element has, and what shares a scale. What has
+elements of 4 bits is stored page by page: it has pages of a fixed size, and keeps the page that a
+sequence is writing in the compute dtype until it is full. Keys by channel cannot be written before;
+values could be, but a query's nearest tokens are those whose rounding costs most
+(``docs/kv-cache.md``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Sharing = Literal["checkpoint", "head", "group", "channel"]
 
 # Tokens of a block where a scheme leaves it open.
 BLOCK_SIZE = 16
-# Tokens of a page whose keys share a scale by channel.
+# Tokens of a page that is stored as a whole.
 PAGE_SIZE = 64
 # Values of a token and head that share a scale.
 GROUP_SIZE = 64
@@ -77,8 +78,8 @@ class KVScheme:
 
     @property
     def has_tails(self) -> bool:
-        """Whether unfinished pages are kept aside, in the compute dtype."""
-        return any(part is not None and part.sharing == "channel" for part in self._parts)
+        """Whether pages are stored when they are full, and kept in the compute dtype until then."""
+        return any(part is not None and part.bits == 4 for part in self._parts)
 
     def block_size(self, asked: int | None) -> int:
         """Tokens of a block: what was asked for, or what the scheme needs.
@@ -90,8 +91,8 @@ class KVScheme:
             return BLOCK_SIZE if asked is None else asked
         if asked not in (None, PAGE_SIZE):
             raise UsageError(
-                f"block_size={asked}: keys of the {self.name} cache share scales in pages of "
-                f"{PAGE_SIZE} tokens; leave it out"
+                f"block_size={asked}: the {self.name} cache is stored in pages of {PAGE_SIZE} "
+                "tokens; leave it out"
             )
         return PAGE_SIZE
 

@@ -125,7 +125,7 @@ class PageForm:
     @property
     def has_tails(self) -> bool:
         """Whether a page is stored when it is full, and kept aside until then."""
-        return self.keys == "int4"
+        return "int4" in (self.keys, self.values)
 
 
 class FusedCache(ABC):

@@ -23,10 +23,10 @@ def test_tokens_in_the_same_memory_tail_pages_counted(shape: str) -> None:
     rows = {name: capacity(scheme, shape, options) for name, scheme in SCHEMES.items()}
     ratios = {name: row.tokens / rows[WIDE.name].tokens for name, row in rows.items()}
     assert ratios["int8"] >= 1.9 and ratios["fp8"] >= 1.9
-    assert ratios["int4"] >= 3.3 and ratios["k8v4"] >= 2.5
+    assert ratios["int4"] >= 3.3 and ratios["k8v4"] >= 2.4
     for row in rows.values():
         assert 0.999 * 16 * GIB < row.allocated <= 16 * GIB
-    assert rows["int4"].tails > 0
+    assert rows["int4"].tails == rows["k8v4"].tails > 0
 
 
 def test_more_sequences_take_tail_pages_from_what_int4_saves() -> None:

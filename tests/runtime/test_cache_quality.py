@@ -53,11 +53,14 @@ def test_positions_cover_a_window_and_weigh_up_to_the_whole(tiny_model_folder: P
     assert total / 150 == pytest.approx(row.nll)
 
 
-def test_the_first_page_of_an_int4_cache_costs_nothing(tiny_model_folder: Path) -> None:
+@pytest.mark.parametrize("name", ["k8v4", "int4"])
+def test_the_first_page_of_a_cache_by_pages_costs_nothing(
+    name: str, tiny_model_folder: Path
+) -> None:
     model = _load(tiny_model_folder)
-    _, row = compare_caches(model, ["auto", "int4"], _windows(65))
+    _, row = compare_caches(model, ["auto", name], _windows(65))
     assert row.kl == 0.0
-    _, row = compare_caches(model, ["auto", "int4"], _windows(67))
+    _, row = compare_caches(model, ["auto", name], _windows(67))
     assert row.kl > 0.0
 
 

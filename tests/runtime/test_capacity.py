@@ -41,6 +41,6 @@ def test_without_tail_pages_there_are_blocks_alone() -> None:
 
 
 def test_a_block_size_that_the_form_cannot_have_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(UsageError, match="block_size=16: keys of the int4 cache"):
+    with pytest.raises(UsageError, match="block_size=16: the int4 cache"):
         EngineOptions(model="m", loading=INT4, block_size=16)
     assert kv_scheme("int4").block_size(None) == 64 and kv_scheme("wide").block_size(None) == 16

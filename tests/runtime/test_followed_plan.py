@@ -88,7 +88,7 @@ def test_engine_and_load_plan_follow_it(planned: Path) -> None:
         info = running.engine.info
     assert info.block_size == 64 and info.kv_tail_bytes > 0
     assert info.kv_cache_reason == "the checkpoint's qtool/kv_plan.json"
-    with pytest.raises(UsageError, match="block_size=16: keys of the int4 cache"):
+    with pytest.raises(UsageError, match="block_size=16: the int4 cache"):
         start_engine(EngineOptions(model=str(planned), loading=loading, block_size=16))
 
 

@@ -96,7 +96,7 @@ def test_a_decoder_computes_what_the_reference_does_with_the_same_cache(
     assert tokens == wanted
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", ["int8", "k8v4", "int4"])
 def test_forks_in_mid_page_see_what_each_would_alone(scheme: str, folder: Path) -> None:
     decoder, ids = _load(folder, "triton", scheme).decoder, _ids(70)
     cache = _cache(decoder)
@@ -116,14 +116,14 @@ def test_forks_in_mid_page_see_what_each_would_alone(scheme: str, folder: Path) 
         assert relative_error(logits, expected.double()) < 1e-3
 
 
-@pytest.mark.parametrize("scheme", ["wide", "int8", "int4"])
+@pytest.mark.parametrize("scheme", ["wide", "int8", "k8v4", "int4"])
 def test_groups_of_layers_see_their_own_blocks_and_nothing_behind_their_window(
     scheme: str, model_factory: Callable[..., Path]
 ) -> None:
     window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     shape = {"model_type": "qwen2", "head_dim": 64, "heads": 2, "kv_heads": 1, "hidden_size": 128}
     folder = model_factory(dtype=torch.float16, layers=2, **shape, **window)
-    decoder, size = _load(folder, "triton", scheme).decoder, 64 if scheme == "int4" else 16
+    decoder, size = _load(folder, "triton", scheme).decoder, SCHEMES[scheme].block_size(None)
     groups, ids = group_layers(decoder.config.windows, size, 256), _ids(140)
     assert groups.windows == (None, 40) and groups.depth == 1
     caches = [decoder.new_cache(20, size, 1, g) for g in (None, groups)]
@@ -163,7 +163,7 @@ class _Recorder:
         return launch
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", ["int8", "k8v4", "int4"])
 def test_nothing_is_compiled_after_warm_up_which_stores_nothing(
     scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +193,8 @@ def test_nothing_is_compiled_after_warm_up_which_stores_nothing(
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_reported_is_what_is_allocated(scheme: str, folder: Path) -> None:
     decoder = _load(folder, "triton", scheme).decoder
-    assert decoder.block_size() == 64 and (scheme == "int4" or decoder.block_size(16) == 16)
+    assert decoder.block_size() == 64
+    assert SCHEMES[scheme].has_tails or decoder.block_size(16) == 16
     cache = decoder.new_cache(5, 64, 3)
     assert sum(pool.nbytes for pool in cache.pools) == 5 * 64 * decoder.kv_bytes_per_token
     assert sum(tail.nbytes for tail in cache.tails) == 3 * decoder.kv_tail_bytes

@@ -40,22 +40,23 @@ def test_heads_and_tokens_multiply_the_bytes() -> None:
     assert SCHEMES["wide"].page_bytes(16, 3, 64, 4) == 3 * 16 * 2 * 64 * 4
 
 
-def test_only_keys_by_channel_need_a_page_and_tails() -> None:
-    assert [name for name, scheme in SCHEMES.items() if scheme.has_tails] == ["int4"]
+def test_what_has_elements_of_4_bits_is_stored_page_by_page() -> None:
+    assert [name for name, scheme in SCHEMES.items() if scheme.has_tails] == ["k8v4", "int4"]
     assert {name: scheme.block_size(None) for name, scheme in SCHEMES.items()} == {
         "wide": 16,
         "fp8": 16,
         "int8": 16,
-        "k8v4": 16,
+        "k8v4": 64,
         "int4": 64,
     }
     assert SCHEMES["int8"].block_size(48) == 48
 
 
-def test_a_block_size_that_the_scheme_cannot_have_is_refused() -> None:
-    with pytest.raises(UsageError, match="block_size=16: keys of the int4 cache.*pages of 64"):
-        SCHEMES["int4"].block_size(16)
-    assert SCHEMES["int4"].block_size(64) == 64
+@pytest.mark.parametrize("name", ["k8v4", "int4"])
+def test_a_block_size_that_the_scheme_cannot_have_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"block_size=16: the {name} cache.*pages of 64"):
+        SCHEMES[name].block_size(16)
+    assert SCHEMES[name].block_size(64) == 64
 
 
 def test_an_unknown_scheme_is_refused_with_those_there_are() -> None:

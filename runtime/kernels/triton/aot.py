@@ -66,6 +66,7 @@ def compile_kernel(
     constants: Mapping[str, Any],
     target: Target,
     launch: Launch,
+    max_registers: int | None = None,
 ) -> Compiled:
     """Machine code of one form of a kernel.
 
@@ -73,6 +74,7 @@ def compile_kernel(
         arguments: Triton's type of each argument; pointers are taken to be aligned to 16 bytes.
             Those that are missing here and in ``constants`` are ``None``.
         constants: compile-time parameters.
+        max_registers: of a thread, on NVIDIA; ``None`` leaves it to ptxas.
 
     Raises:
         UsageError: the interpreter is on, which compiles nothing.
@@ -94,6 +96,8 @@ def compile_kernel(
     source = ASTSource(kernel, signature, constexprs, aligned)
     # Fused multiply-adds are Triton's default until 3.10; said here so that counts stay.
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
     code = triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
     return Compiled(int(code.metadata.shared), code.asm.get("cubin"), code.asm.get("amdgcn"))
 

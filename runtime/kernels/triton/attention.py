@@ -1,9 +1,9 @@
 """Causal attention over a paged cache: one kernel for decode and prompts and every kind of codes.
 
 Contract: rows of a batch in tiles of one sequence each (:mod:`.attention_plan`), pages of
-:mod:`.kv_pages`. A query sees what is stored, except that with 4-bit keys it sees its own page as
-it was computed: such a page is written when it is full. Softmax is online (Milakov & Gimelshein
-2018), sums are float32.
+:mod:`.kv_pages`. A query sees what is stored, except that where there are codes of 4 bits it sees
+its own page as it was computed: such a page is written when it is full. Softmax is online (Milakov
+& Gimelshein 2018), sums are float32.
 
 Scales of bytes are applied where they are few: those of keys to columns of scores, those of values
 to columns of probabilities. These are ``2**LOG_FACTOR`` times as large, in sums and totals alike,
@@ -32,8 +32,10 @@ from qtool.runtime.kernels.triton.kv_planes import (
     token_scales,
 )
 
-# What masked scores are: finite, so that the difference of two of them is no NaN.
-NOTHING = tl.constexpr(-1e30)
+# The highest score where nothing is seen yet, and what masked scores are: finite, so that the
+# difference of two of them is no NaN, and apart, so that masked ones weigh nothing even then. Of
+# equals a fused multiply-add would leave what rounding left, up to 1e22, whose power is infinite.
+NOTHING, MASKED = tl.constexpr(-1e30), tl.constexpr(-2e30)
 # Rows of a query's own page at a time: more of them, in 16 bits, would spill.
 OWN_ROWS = tl.constexpr(16)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -46,15 +48,29 @@ def soft_cap(x: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def masked(
+    x: tl.tensor,  # scores [BLOCK_M, N]
+    at: tl.tensor,  # [1, N], positions of keys
+    at_row: tl.tensor,  # [BLOCK_M, 1], of queries
+    WINDOW: tl.constexpr,
+    IS_PAST: tl.constexpr,  # no key comes after a query
+) -> tl.tensor:
+    """Scores, but of what a row must not see."""
+    if WINDOW > 0:
+        visible = at > at_row - WINDOW
+        if not IS_PAST:
+            visible = visible & (at <= at_row)
+        x = tl.where(visible, x, MASKED)
+    elif not IS_PAST:
+        x = tl.where(at <= at_row, x, MASKED)
+    return x
+
+
+@triton.jit
 def softmax_step(
-    x: tl.tensor,
-    visible: tl.tensor,
-    highest: tl.tensor,
-    unit: tl.tensor,
-    LOG_FACTOR: tl.constexpr,
+    x: tl.tensor, highest: tl.tensor, unit: tl.tensor, LOG_FACTOR: tl.constexpr
 ) -> Any:
     """(probabilities, what older sums shrink by, the highest scores so far)."""
-    x = tl.where(visible, x, NOTHING)
     higher = tl.maximum(highest, tl.max(x, 1))
     p = tl.exp2(x * unit - (higher * unit - LOG_FACTOR)[:, None])
     return p, tl.exp2((highest - higher) * unit), higher
@@ -73,9 +89,9 @@ def paged_attention_kernel(
     value_words_ptr: tl.tensor,
     value_grid_ptr: tl.tensor,  # int32 [blocks, KV, PAGE / 2] or [.., GROUPS, 2, PAGE / 2], or None
     static_ptr: tl.tensor,  # float32 [2, KV], scales of all keys and all values; or None
-    own_keys_ptr: tl.tensor,  # the batch's rows, [T, KV, D]; where keys have 4 bits
+    own_keys_ptr: tl.tensor,  # the batch's rows, [T, KV, D]; where there are tail pages
     own_values_ptr: tl.tensor,
-    tails_ptr: tl.tensor,  # [tails, 2, PAGE, KV, D]
+    tails_ptr: tl.tensor,  # [tails, 2, PAGE, KV, D], or None
     tables_ptr: tl.tensor,  # int64 [S, B]
     tiles_ptr: tl.tensor,  # int32 [tiles, 8]: see attention_plan
     splits_ptr: tl.tensor,  # int32 [tiles, 4]
@@ -108,9 +124,7 @@ def paged_attention_kernel(
     KEY_PLACES: tl.constexpr = KEY_PLANES * triton.next_power_of_2(D // KEY_PLANES)
     WIDTH: tl.constexpr = triton.next_power_of_2(D // VALUE_PLANES)
     PER_GROUP: tl.constexpr = VALUE_PLANES // VALUE_GROUPS
-    HAS_TAILS: tl.constexpr = KEYS == "int4"
-    # Where nothing scales columns, the scores' unit is left to the exponential.
-    RAW: tl.constexpr = CAP == 0 and (KEYS == "wide" or KEYS == "int4" or key_grid_ptr is None)
+    HAS_TAILS: tl.constexpr = tails_ptr is not None
     item, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile, split = tl.load(work_ptr + 2 * item), tl.load(work_ptr + 2 * item + 1)
     if tile < 0:
@@ -144,9 +158,8 @@ def paged_attention_kernel(
     q = tl.load(q_ptr + q_rows[:, None] + channels[None, :], mask=live_q, other=0.0).to(OPERAND)
     if static_ptr is not None:
         scale *= tl.load(static_ptr + head)
-    unit = 1.0
-    if RAW:
-        unit = scale
+    # Without a cap the scores' unit is left to the exponential.
+    unit = 1.0 if CAP > 0 else scale
 
     highest = tl.full((BLOCK_M,), NOTHING, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -178,15 +191,14 @@ def paged_attention_kernel(
             keys = placed(keys, step[None, :], low[None, :], ASM)
         x = tl.dot(q, tl.trans(keys))
         if KEYS != "wide" and KEYS != "int4" and key_grid_ptr is not None:
-            x *= (token_scales(key_grid_ptr, page_row, slots, live) * scale)[None, :]
+            scales = token_scales(key_grid_ptr, page_row, slots, live, not HAS_TAILS)
+            x *= (scales * scale if CAP > 0 else scales)[None, :]
         elif CAP > 0:
             x *= scale
         if CAP > 0:
             x = soft_cap(x, CAP)
-        visible = at[None, :] <= at_row
-        if WINDOW > 0:
-            visible = visible & (at[None, :] > at_row - WINDOW)
-        p, decay, highest = softmax_step(x, visible, highest, unit, LOG_FACTOR)
+        x = masked(x, at[None, :], at_row, WINDOW, HAS_TAILS)
+        p, decay, highest = softmax_step(x, highest, unit, LOG_FACTOR)
         total = total * decay + tl.sum(p, 1)
         planes = planes_of(value_words, VALUES, OPERAND, ASM)
         new_sums: tl.tuple = ()
@@ -196,15 +208,12 @@ def paged_attention_kernel(
                 grid_row = page_row * VALUE_GROUPS + group * PAGE
                 grid_ptrs = value_grid_ptr + grid_row + tl.arange(0, PAGE // 2)
                 step, low = halves_of(tl.load(grid_ptrs)), halves_of(tl.load(grid_ptrs + PAGE // 2))
-                if not HAS_TAILS:
-                    # A page that is not full has rows that nobody has written.
-                    step, low = tl.where(live, step, 0.0), tl.where(live, low, 0.0)
                 for j in tl.static_range(group * PER_GROUP, (group + 1) * PER_GROUP):
                     values = placed(planes[j], step[:, None], low[:, None], ASM)
                     new_sums = new_sums + (tl.dot(shares, values, sums[j] * decay[:, None]),)
         else:
             if VALUES != "wide" and value_grid_ptr is not None:
-                p *= token_scales(value_grid_ptr, page_row, slots, live)[None, :]
+                p *= token_scales(value_grid_ptr, page_row, slots, live, True)[None, :]
             shares = p.to(OPERAND)
             for j in tl.static_range(VALUE_PLANES):
                 new_sums = new_sums + (tl.dot(shares, planes[j], sums[j] * decay[:, None]),)
@@ -231,10 +240,8 @@ def paged_attention_kernel(
             x = tl.dot(q, tl.trans(keys))
             if CAP > 0:
                 x = soft_cap(x * scale, CAP)
-            visible = at[None, :] <= at_row
-            if WINDOW > 0:
-                visible = visible & (at[None, :] > at_row - WINDOW)
-            p, decay, highest = softmax_step(x, visible, highest, unit, LOG_FACTOR)
+            x = masked(x, at[None, :], at_row, WINDOW, False)
+            p, decay, highest = softmax_step(x, highest, unit, LOG_FACTOR)
             total = total * decay + tl.sum(p, 1)
             shares = p.to(OPERAND)
             own_ptrs = own_values_ptr + (own * own_value_stride + head * D)

@@ -12,8 +12,9 @@ import triton.language as tl
 from qtool.runtime.kernels.backend import AttentionScope, PageForm
 from qtool.runtime.kernels.triton.target import Target
 
+BYTES_AND_NIBBLES = ("int8", "int4")
 # What the kernels read: keys, values.
-FORMS = (("wide", "wide"), ("fp8", "fp8"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
+FORMS = (("wide", "wide"), ("fp8", "fp8"), ("int8", "int8"), BYTES_AND_NIBBLES, ("int4", "int4"))
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PLANES = {"wide": 1, "int8": 2, "fp8": 2, "int4": 4}
 BITS = {"wide": 16, "int8": 8, "fp8": 8, "int4": 4}
@@ -32,12 +33,22 @@ class AttentionTiles:
         block_m: rows of a tile: tokens times heads of queries that share one of keys.
         value_places: channels of a row's sums, filled up.
         num_warps, num_stages: as Triton means them.
+        max_registers: of a thread; ``None`` leaves it to ptxas.
     """
 
     block_m: int
     value_places: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How the kernel is launched; AMD's compiler knows no limit of registers."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
+        return options
 
 
 def why_not_attention(form: PageForm, head_dim: int, page: int, dtype: torch.dtype) -> str | None:
@@ -78,14 +89,18 @@ def select_attention(
         # Wide heads fill the registers; with the other number of stages ptxas spills 8 bytes.
         if target.capability == 90 and form.keys == "wide":
             stages = 3
-        elif target.capability in (86, 89) and form.has_tails:
+        elif target.capability in (86, 89) and form.keys == "int4":
             stages = 2
-    return AttentionTiles(block_m, places[0], _warps(form, head_dim, block_m), stages)
+    # Bytes beside 4 bits take 168 to 220 registers: ptxas stops at 168, for one more program on a
+    # multiprocessor, and spills up to 24 bytes unless it is told that it may have all of them.
+    most = 255 if target.is_nvidia and (form.keys, form.values) == BYTES_AND_NIBBLES else None
+    return AttentionTiles(block_m, places[0], _warps(form, head_dim, block_m), stages, most)
 
 
 def _warps(form: PageForm, head_dim: int, block_m: int) -> int:
     if head_dim > 128:
-        return 4 if block_m <= 16 else 8
+        few = 2 if (form.keys, form.values) == BYTES_AND_NIBBLES else 4  # 2.4 for 2.7 an element
+        return few if block_m <= 16 else 8
     if block_m <= 16 and head_dim == 64 and form.values == "int4":
         return 1  # planes of 16 channels are two instructions wide
     return 2 if block_m <= 32 else 4

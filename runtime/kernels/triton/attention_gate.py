@@ -82,7 +82,7 @@ def all_attention() -> Iterator[AttentionCase]:
         yield AttentionCase(f"attention {NAMES[form]}", form)
     for form, name in NAMES.items():
         yield AttentionCase(f"attention {name}", form, tokens=512)
-    for form in (WIDE, INT8, INT4):
+    for form in (WIDE, INT8, K8V4, INT4):
         for head_dim in (64, 256):
             yield AttentionCase(f"attention {NAMES[form]}, D {head_dim}", form, head_dim=head_dim)
         yield AttentionCase(f"attention {NAMES[form]}, bf16", form, dtype=torch.bfloat16)
@@ -111,7 +111,9 @@ def compile_attention(case: AttentionCase, target: Target) -> Compiled:
         case.form, case.group, case.head_dim, case.page, case.scope, case.dtype, tiles,
         asm=target.is_nvidia,
     )  # fmt: skip
-    return compile_kernel(paged_attention_kernel, arguments, constants, target, launch_of(tiles))
+    return compile_kernel(
+        paged_attention_kernel, arguments, constants, target, launch_of(tiles), tiles.max_registers
+    )
 
 
 def launch_of(tiles: AttentionTiles) -> Tiles:
@@ -154,7 +156,7 @@ def expected_matrix(case: AttentionCase, target: Target) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class StoreCase:
-    """A kernel that stores rows, or seals pages, of 4-bit codes."""
+    """A kernel that stores rows, or seals pages that have 4-bit codes."""
 
     name: str
     form: PageForm
@@ -175,10 +177,9 @@ class StoreCase:
 
 
 def stores() -> Iterator[StoreCase]:
-    """A write for each form, and the seal."""
-    for form in (WIDE, FP8, INT8, K8V4):
-        yield StoreCase(f"store {NAMES[form]}", form)
-    yield StoreCase("seal int4", INT4)
+    """For each form the kernel that writes its pages: row by row, or full ones."""
+    for form, name in NAMES.items():
+        yield StoreCase(f"{'seal' if form.has_tails else 'store'} {name}", form)
 
 
 def compile_store(case: StoreCase, target: Target) -> Compiled:
@@ -193,21 +194,18 @@ def compile_store(case: StoreCase, target: Target) -> Compiled:
     arguments |= dict.fromkeys(("key_stride", "value_stride"), "i32") | {"tail_stride": "i64"}
     if form.keys != "wide":
         arguments |= {"key_grid_ptr": "*fp16", "value_grid_ptr": "*fp16"}
-    constants: dict[str, Any] = {
-        "D": case.head_dim,
-        "PAGE": case.page,
-        "VALUE_GROUPS": value_groups(case.head_dim),
-    }
+    constants: dict[str, Any] = {"D": case.head_dim, "PAGE": case.page}
     if case.seals:
         arguments |= {"pages_ptr": "*i32", "tables_ptr": "*i64", "tails_ptr": plain}
         arguments["table_stride"] = "i32"
+        constants |= {"KEYS": form.keys, "VALUE_GROUPS": value_groups(case.head_dim)}
         kernel = seal_pages_kernel
     else:
         arguments |= dict.fromkeys(("q_ptr", "cos_ptr", "sin_ptr", "q_out_ptr"), plain)
         arguments |= {"slots_ptr": "*i64", "q_stride": "i32", "T": "i32"}
         constants |= {
             "ROWS": 1, "GROUP": case.group, "HEADS": triton.next_power_of_2(case.group),
-            "ROTARY": case.head_dim, "KEYS": form.keys, "VALUES": form.values, "TO_TAILS": False,
+            "ROTARY": case.head_dim, "CODES": form.keys, "TO_TAILS": False,
         }  # fmt: skip
         kernel = write_rows_kernel
     return compile_kernel(kernel, arguments, constants, target, launch_of(case.tiles(target)))

@@ -186,7 +186,6 @@ class TritonPages(FusedCache):
         keys_out = keys
         if rotary is not None and tails is not None:
             keys_out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
-        form = PageForm("wide", "wide") if tails is not None else self.form
         size = 1 if rows <= FEW_ROWS else 16
         write_rows_kernel[(-(-rows // size), self.num_kv_heads)](
             q,
@@ -213,9 +212,8 @@ class TritonPages(FusedCache):
             D=self.head_dim,
             ROTARY=0 if cos is None else cos.shape[1],
             PAGE=self.page,
-            KEYS=form.keys,
-            VALUES=form.values,
-            VALUE_GROUPS=value_groups(self.head_dim),
+            # Keys and values have the same codes where rows are stored one by one.
+            CODES=self.form.keys if tails is None else "wide",
             TO_TAILS=tails is not None,
             num_warps=1,
         )
@@ -241,6 +239,7 @@ class TritonPages(FusedCache):
             tables.stride(0),
             D=self.head_dim,
             PAGE=self.page,
+            KEYS=self.form.keys,
             VALUE_GROUPS=value_groups(self.head_dim),
             num_warps=4,
         )
@@ -267,7 +266,7 @@ class TritonPages(FusedCache):
         paged_attention_kernel[(len(splits.work), self.num_kv_heads)](
             q,
             self.keys.words,
-            self.keys.grid if self.form.has_tails else self.keys.grid_words,
+            self.keys.grid if self.form.keys == "int4" else self.keys.grid_words,
             self.values.words,
             self.values.grid_words,
             self._static,
@@ -288,8 +287,7 @@ class TritonPages(FusedCache):
             tables.stride(0),
             score_scale(self.form, scope),
             **constants,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            **tiles.options,
         )
         return out
 

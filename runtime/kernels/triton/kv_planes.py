@@ -95,13 +95,21 @@ def tile_of(
 
 @triton.jit
 def token_scales(
-    grid_ptr: tl.tensor, first: tl.tensor, slots: tl.tensor, live: tl.tensor
+    grid_ptr: tl.tensor,
+    first: tl.tensor,
+    slots: tl.tensor,
+    live: tl.tensor,
+    MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """float32 scales of a page's rows, 0 where not ``live``.
+    """float32 scales of a page's rows; where ``MASKED``, 0 for those that are not ``live``.
 
     Two float16 share a word: loads of two bytes would not be copied asynchronously.
     """
-    words = tl.load(grid_ptr + first // 2 + slots // 2, mask=live, other=0)
+    ptrs = grid_ptr + first // 2 + slots // 2
+    if MASKED:
+        words = tl.load(ptrs, mask=live, other=0)
+    else:
+        words = tl.load(ptrs)
     return as_float16(words >> (16 * (slots % 2))).to(tl.float32)
 
 

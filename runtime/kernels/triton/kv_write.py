@@ -103,15 +103,11 @@ def write_rows_kernel(
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    VALUE_GROUPS: tl.constexpr,
+    CODES: tl.constexpr,  # of keys and of values: "wide", "int8" or "fp8"
     TO_TAILS: tl.constexpr,
 ) -> None:
-    KEY_PLANES: tl.constexpr = 1 if KEYS == "wide" else 2
-    VALUE_PLANES: tl.constexpr = 4 if VALUES == "int4" else (1 if VALUES == "wide" else 2)
-    KEY_WIDTH: tl.constexpr = D // KEY_PLANES
-    VALUE_WIDTH: tl.constexpr = D // VALUE_PLANES
+    PLANES: tl.constexpr = 1 if CODES == "wide" else 2
+    WIDTH: tl.constexpr = D // PLANES
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(0) * ROWS
     if ROTARY > 0:
@@ -132,23 +128,18 @@ def write_rows_kernel(
     cos_ptrs, sin_ptrs = cos_ptr, sin_ptr
     if ROTARY > 0:
         cos_ptrs, sin_ptrs = cos_ptr + (row * ROTARY)[:, None], sin_ptr + (row * ROTARY)[:, None]
-    columns = tl.arange(0, triton.next_power_of_2(KEY_WIDTH))[None, :]
-    inside, live = columns < KEY_WIDTH, inside_rows & (columns < KEY_WIDTH)
+    value_ptrs = values_ptr + (row * value_stride + head * D)[:, None]
+    columns = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
+    inside, live = columns < WIDTH, inside_rows & (columns < WIDTH)
     keys: tl.tuple = ()
-    for j in tl.static_range(KEY_PLANES):
-        key = turned(key_ptrs, j * KEY_WIDTH + columns, live, cos_ptrs, sin_ptrs, ROTARY)
-        keys = keys + (key,)
+    values: tl.tuple = ()
+    for j in tl.static_range(PLANES):
+        key = turned(key_ptrs, j * WIDTH + columns, live, cos_ptrs, sin_ptrs, ROTARY)
+        value = tl.load(value_ptrs + j * WIDTH + columns, mask=live, other=0.0)
+        keys, values = keys + (key,), values + (value.to(tl.float32),)
     if keys_out_ptr is not None:
         ptrs = keys_out_ptr + ((row * num_heads + head) * D)[:, None] + columns
         tl.store(ptrs, keys[0].to(keys_out_ptr.dtype.element_ty), mask=live)
-    value_ptrs = values_ptr + (row * value_stride + head * D)[:, None]
-    value_columns = tl.arange(0, triton.next_power_of_2(VALUE_WIDTH))[None, :]
-    inside_values = value_columns < VALUE_WIDTH
-    values: tl.tuple = ()
-    for j in tl.static_range(VALUE_PLANES):
-        ptrs = value_ptrs + j * VALUE_WIDTH + value_columns
-        value = tl.load(ptrs, mask=inside_rows & inside_values, other=0.0)
-        values = values + (value.to(tl.float32),)
     slot = tl.load(slots_ptr + row, mask=row < T, other=-1)
     stored = slot >= 0
     page, offset = slot // PAGE, slot % PAGE
@@ -167,12 +158,56 @@ def write_rows_kernel(
         page_head = page * num_heads + head
         store_codes(
             keys, key_words_ptr, key_grid_ptr, key_static, page_head, offset, stored, inside,
-            KEYS, 1, D, PAGE,
+            CODES, 1, D, PAGE,
         )  # fmt: skip
         store_codes(
             values, value_words_ptr, value_grid_ptr, value_static, page_head, offset, stored,
-            inside_values, VALUES, VALUE_GROUPS, D, PAGE,
+            inside, CODES, 1, D, PAGE,
         )  # fmt: skip
+
+
+@triton.jit
+def page_planes(
+    rows_ptr: tl.tensor,  # [PAGE, 1], the batch's own rows: their first channels
+    kept_ptr: tl.tensor,  # [PAGE, 1], those of the tail page
+    fresh: tl.tensor,  # [PAGE, 1], which of them are the batch's own
+    columns: tl.tensor,  # [1, WIDTH], filled up
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tuple:
+    """A page as it was computed, float32 planes [PAGE, WIDTH]; 0 where there is no channel."""
+    inside = columns < WIDTH
+    planes: tl.tuple = ()
+    for j in tl.static_range(PLANES):
+        place = j * WIDTH + columns
+        x = tl.load(rows_ptr + place, mask=fresh & inside, other=0.0).to(tl.float32)
+        x += tl.load(kept_ptr + place, mask=~fresh & inside, other=0.0).to(tl.float32)
+        planes = planes + (x,)
+    return planes
+
+
+@triton.jit
+def store_channels(
+    planes: tl.tuple,  # four, float32 [PAGE, WIDTH]
+    words_ptr: tl.tensor,
+    grid_ptr: tl.tensor,  # float16 [blocks, KV, 2, D]
+    page_head: tl.tensor,
+    columns: tl.tensor,  # [1, WIDTH], filled up
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> None:
+    """Encode a page of 4-bit keys, whose tokens share the grid of a channel, and store it."""
+    WIDTH: tl.constexpr = D // 4
+    inside, slots = columns < WIDTH, tl.arange(0, PAGE)
+    words = tl.zeros(planes[0].shape, tl.int32)
+    for j in tl.static_range(4):
+        scale, low = span_grid(tl.min(planes[j], 0), tl.max(planes[j], 0))
+        grid_ptrs = grid_ptr + page_head * (2 * D) + j * WIDTH + tl.ravel(columns)
+        tl.store(grid_ptrs, scale, mask=tl.ravel(inside))
+        tl.store(grid_ptrs + D, low, mask=tl.ravel(inside))
+        words |= nibbles(planes[j], scale[None, :], low[None, :]) << (4 * j)
+    ptrs = words_ptr + (page_head * PAGE + slots)[:, None] * WIDTH + columns
+    tl.store(ptrs, words.to(tl.int16), mask=inside)
 
 
 @triton.jit(do_not_specialize=["key_stride", "value_stride", "tail_stride", "table_stride"])
@@ -183,7 +218,7 @@ def seal_pages_kernel(
     values_ptr: tl.tensor,
     tails_ptr: tl.tensor,  # [tails, 2, PAGE, KV, D]
     key_words_ptr: tl.tensor,
-    key_grid_ptr: tl.tensor,  # float16 [blocks, KV, 2, D]
+    key_grid_ptr: tl.tensor,
     value_words_ptr: tl.tensor,
     value_grid_ptr: tl.tensor,
     key_stride: tl.tensor,
@@ -192,9 +227,12 @@ def seal_pages_kernel(
     table_stride: tl.tensor,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    KEYS: tl.constexpr,  # "int8" or "int4"
     VALUE_GROUPS: tl.constexpr,
 ) -> None:
-    """Store a page that the batch's rows have filled: 4-bit keys by channel, values in groups."""
+    """Store a page that the batch's rows have filled; its values have 4 bits."""
+    KEY_PLANES: tl.constexpr = 4 if KEYS == "int4" else 2
+    KEY_WIDTH: tl.constexpr = D // KEY_PLANES
     WIDTH: tl.constexpr = D // 4
     item, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     fields = pages_ptr + 8 * item
@@ -206,31 +244,25 @@ def seal_pages_kernel(
     slots = tl.arange(0, PAGE)
     at = page * PAGE + slots
     fresh = (at >= chunk_at)[:, None]
-    columns = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
-    inside = columns < WIDTH
     rows = (chunk_row + at - chunk_at).to(tl.int64)
     tail = tl.load(fields + 4).to(tl.int64) * tail_stride
-    tail_ptrs = tails_ptr + tail + (slots * num_heads + head)[:, None] * D + columns
-    key_ptrs = keys_ptr + (rows * key_stride + head * D)[:, None] + columns
-    value_ptrs = values_ptr + (rows * value_stride + head * D)[:, None] + columns
+    key_ptrs = keys_ptr + (rows * key_stride + head * D)[:, None]
+    value_ptrs = values_ptr + (rows * value_stride + head * D)[:, None]
+    kept_ptrs = tails_ptr + tail + (slots * num_heads + head)[:, None] * D
     page_head = block * num_heads + head
-    words = tl.zeros((PAGE, columns.shape[1]), tl.int32)
-    values: tl.tuple = ()
-    for j in tl.static_range(4):
-        key = tl.load(key_ptrs + j * WIDTH, mask=fresh & inside, other=0.0).to(tl.float32)
-        key += tl.load(tail_ptrs + j * WIDTH, mask=~fresh & inside, other=0.0).to(tl.float32)
-        scale, low = span_grid(tl.min(key, 0), tl.max(key, 0))
-        grid_ptrs = key_grid_ptr + page_head * (2 * D) + j * WIDTH + tl.ravel(columns)
-        tl.store(grid_ptrs, scale, mask=tl.ravel(inside))
-        tl.store(grid_ptrs + D, low, mask=tl.ravel(inside))
-        words |= nibbles(key, scale[None, :], low[None, :]) << (4 * j)
-        value = tl.load(value_ptrs + j * WIDTH, mask=fresh & inside, other=0.0).to(tl.float32)
-        kept_ptrs = tail_ptrs + PAGE * num_heads * D + j * WIDTH
-        value += tl.load(kept_ptrs, mask=~fresh & inside, other=0.0).to(tl.float32)
-        values = values + (value,)
-    ptrs = key_words_ptr + (page_head * PAGE + slots)[:, None] * WIDTH + columns
-    tl.store(ptrs, words.to(tl.int16), mask=inside)
+    columns = tl.arange(0, triton.next_power_of_2(KEY_WIDTH))[None, :]
+    keys = page_planes(key_ptrs, kept_ptrs, fresh, columns, KEY_PLANES, KEY_WIDTH)
+    if KEYS == "int4":
+        store_channels(keys, key_words_ptr, key_grid_ptr, page_head, columns, D, PAGE)
+    else:
+        store_codes(
+            keys, key_words_ptr, key_grid_ptr, 1.0, page_head, slots, slots >= 0,
+            columns < KEY_WIDTH, KEYS, 1, D, PAGE,
+        )  # fmt: skip
+    columns = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
+    kept_ptrs += PAGE * num_heads * D
+    values = page_planes(value_ptrs, kept_ptrs, fresh, columns, 4, WIDTH)
     store_codes(
-        values, value_words_ptr, value_grid_ptr, 1.0, page_head, slots, slots >= 0, inside,
-        "int4", VALUE_GROUPS, D, PAGE,
+        values, value_words_ptr, value_grid_ptr, 1.0, page_head, slots, slots >= 0,
+        columns < WIDTH, "int4", VALUE_GROUPS, D, PAGE,
     )  # fmt: skip

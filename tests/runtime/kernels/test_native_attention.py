@@ -13,7 +13,7 @@ from qtool.runtime.batch import QuerySpan
 from qtool.runtime.kernels.backend import AttentionScope
 from qtool.runtime.kernels.cpu.kv_attention import LayerCall
 from qtool.runtime.kernels.cpu.kv_pages import KvForm, KvPages
-from qtool.runtime.kv_schemes import FP8, FP8_STATIC, INT8, K8V4, WIDE, KVScheme
+from qtool.runtime.kv_schemes import FP8, FP8_STATIC, INT8, WIDE, KVScheme
 from support.attention import CASES, Layout, make_case, ref_attention
 from support.caches import ref_stored
 from support.native import LEVELS, library_at
@@ -21,21 +21,19 @@ from support.native import LEVELS, library_at
 pytestmark = pytest.mark.skipif(not LEVELS, reason="no native library here")
 
 SPLIT = 128  # tokens; attention.h
-# Forms whose rows are stored one by one; test_native_int4.py has the other one.
+# Forms whose rows are stored one by one; test_native_tails.py has the others.
 FORMS = {
     "fp32": (WIDE, torch.float32),
     "bf16": (WIDE, torch.bfloat16),
     "int8": (INT8, torch.float32),
     "fp8": (FP8, torch.float32),
     "fp8 static": (FP8_STATIC, torch.float32),
-    "k8v4": (K8V4, torch.float32),
 }
 # Relative Frobenius norms. Over floats, e4m3 too: products and sums of float32, 7e-7 at most in the
 # cases here. Over integer codes queries and weights are integers of 16 bits. A score of 16 to 256
 # dimensions then has an error of about sqrt(dimensions) * 3 * 2**-16 / sqrt(12) of a query's
-# deviation, and a weight as much of itself: 2e-5 to 1e-4 where scores have a deviation of 1 to 4,
-# twice that where a weight's code is one of 15 steps from a minimum.
-BOUNDS = {"fp32": 1e-6, "bf16": 1e-6, "int8": 2e-4, "fp8": 2e-6, "fp8 static": 2e-6, "k8v4": 4e-4}
+# deviation, and a weight as much of itself: 2e-5 to 1e-4 where scores have a deviation of 1 to 4.
+BOUNDS = {"fp32": 1e-6, "bf16": 1e-6, "int8": 2e-4, "fp8": 2e-6, "fp8 static": 2e-6}
 SHAPES = [(4, 4, 16), (9, 3, 64), (5, 1, 48), (7, 1, 80), (14, 2, 128), (16, 1, 256), (8, 8, 96)]
 STATIC = torch.tensor([0.01]), torch.tensor([0.02])
 
@@ -143,7 +141,7 @@ def test_scores_are_capped_softly(library: ctypes.CDLL, name: str) -> None:
 def test_splits_of_a_long_context_are_joined_right(library: ctypes.CDLL) -> None:
     _assert_close(*_run(library, [(2, SPLIT * 4 + 1)], (2, 2, 16), "fp32"))
     _assert_close(*_run(library, [(1, SPLIT * 3)], (3, 1, 32), "int8"))
-    _assert_close(*_run(library, [(2, SPLIT * 2 + 9)], (3, 1, 128), "k8v4"))
+    _assert_close(*_run(library, [(2, SPLIT * 2 + 9)], (3, 1, 128), "int8"))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -198,7 +196,6 @@ MATRIX_CASES = {
 
 @pytest.mark.skipif("amx" not in LEVELS, reason="no matrix unit here")
 @pytest.mark.parametrize("window", [None, 1, 45, 200])
-@pytest.mark.parametrize("name", ["int8", "k8v4"])
 @pytest.mark.parametrize("case", MATRIX_CASES)
 # A group of 1 gives full tiles, of 3 and 7 ragged ones; widths of one, several and parts of a tile
 # register, 16 too narrow for one.
@@ -217,7 +214,7 @@ MATRIX_CASES = {
     ids=str,
 )
 def test_the_matrix_unit_gives_the_bits_of_vectors(
-    shape: tuple[int, int, int], case: str, window: int | None, name: str
+    shape: tuple[int, int, int], case: str, window: int | None
 ) -> None:
     q, keys, values, layout = make_case(MATRIX_CASES[case], *shape, torch.float32)
     # Largest and smallest integers, in queries and in weights.
@@ -225,7 +222,7 @@ def test_the_matrix_unit_gives_the_bits_of_vectors(
     q[1::5] = -q[1::5].abs()
     scope = AttentionScope(shape[2] ** -0.5, window)
     results = [
-        Native(library_at(level), keys, values, name).attend(q, layout, scope)
+        Native(library_at(level), keys, values, "int8").attend(q, layout, scope)
         for level in ("amx", "avx512")
     ]
     assert results[0].isfinite().all()

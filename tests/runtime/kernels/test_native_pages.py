@@ -122,12 +122,15 @@ def test_whatever_the_numbers_are(name: str, numbers: list[float]) -> None:
     _assert_same(LEVELS[0], SCHEMES[name], rows, rows.flip(0))
 
 
+@pytest.mark.parametrize("scheme", [K8V4, INT4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
-def test_a_page_is_stored_from_what_its_tail_page_held(level: str, wide: torch.dtype) -> None:
+def test_a_page_is_stored_from_what_its_tail_page_held(
+    level: str, wide: torch.dtype, scheme: KVScheme
+) -> None:
     """Row by row, in the compute dtype, as in one piece."""
     keys, values = (torch.randn(PAGE_SIZE, 2, 32, generator=torch.Generator()) for _ in "kv")
-    whole = _store(level, INT4, keys.to(wide).float(), values.to(wide).float())
-    pages = KvPages(KvForm((INT4,), wide, 2, 32), 1, PAGE_SIZE, 2)
+    whole = _store(level, scheme, keys.to(wide).float(), values.to(wide).float())
+    pages = KvPages(KvForm((scheme,), wide, 2, 32), 1, PAGE_SIZE, 2)
     assert pages.tails is not None
     for start, end in ((0, 1), (1, 40), (40, 63), (63, 64)):
         layout = Layout((QuerySpan(0, end - start, end),), torch.tensor([[0]]), False)
@@ -169,10 +172,12 @@ def test_layers_of_different_schemes_share_nothing() -> None:
     schemes = (INT4, WIDE, K8V4, INT4)
     pages = KvPages(KvForm(schemes, torch.bfloat16, 1, 80), 3, PAGE_SIZE, 5)
     assert [b.shape[1] for b in pages.blocks] == [s.page_bytes(64, 1, 80, 2) for s in schemes]
-    assert pages.tails is not None and pages.tails.shape == (5, 2, 2 * 64 * 80 * 2)
+    assert pages.tails is not None and pages.tails.shape == (5, 3, 2 * 64 * 80 * 2)
     for index, blocks in enumerate(pages.blocks):
         assert blocks.data_ptr() % 64 == 0
         blocks.fill_(index + 1)
     assert all(bool((b == i + 1).all()) for i, b in enumerate(pages.blocks))
     assert not pages.tails.any()
-    assert pages.structs[1].tails is None and pages.structs[3].tails == pages.tails[:, 1].data_ptr()
+    assert pages.structs[1].tails is None
+    for number, layer in enumerate((0, 2, 3)):
+        assert pages.structs[layer].tails == pages.tails[:, number].data_ptr()

@@ -19,7 +19,14 @@ from qtool.runtime.model import Decoder
 from qtool.runtime.native_decoder import NativeDecoder
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.scheduled_step import Chunk
-from support.batches import batch_of, make_cache, make_sequence, run_chunked, run_whole
+from support.batches import (
+    batch_of,
+    block_size_of,
+    make_cache,
+    make_sequence,
+    run_chunked,
+    run_whole,
+)
 from support.native import LEVELS
 from support.variants import VARIANTS, ref_logits, relative_error, token_ids
 
@@ -104,18 +111,23 @@ class TestTheSameBits:
 
     def test_in_any_company(self, decoder: Decoder) -> None:
         """Prompts, chunks and decodes of 9 others in the same step."""
-        ids = token_ids(70, 2)
-        alone, cache = run_whole(decoder, ids), make_cache(decoder, 256)
-        mine = make_sequence(ids, 0, "mine")
+        ids, size = token_ids(70, 2), block_size_of(decoder)
+        alone, cache = run_whole(decoder, ids), make_cache(decoder, 256, num_tails=10)
+        mine = make_sequence(ids, 0, "mine", block_size=size, tail=0)
         others = [
-            make_sequence(token_ids(9 + 7 * i, 10 + i), 1 + 20 * (i + 1), f"o{i}") for i in range(9)
+            make_sequence(
+                token_ids(9 + 7 * i, 10 + i), 21 + 20 * i, f"o{i}", block_size=size, tail=i + 1
+            )
+            for i in range(9)
         ]
         before = [Chunk(other, 0, other.num_tokens - 3) for other in others]
-        first = decoder.forward(batch_of(*before[:4], Chunk(mine, 0, 50), *before[4:]), cache)
+        batch = batch_of(*before[:4], Chunk(mine, 0, 50), *before[4:], block_size=size)
+        first = decoder.forward(batch, cache)
         offset = sum(chunk.length for chunk in before[:4])
         assert torch.equal(first[offset : offset + 50], alone[:50])
         after = [Chunk(other, other.num_tokens - 3, 1) for other in others]
-        second = decoder.forward(batch_of(*after, Chunk(mine, 50, 20)), cache)
+        batch = batch_of(*after, Chunk(mine, 50, 20), block_size=size)
+        second = decoder.forward(batch, cache)
         assert torch.equal(second[len(after) :], alone[50:])
 
     def test_on_any_number_of_threads(self, decoder: Decoder) -> None:
@@ -188,8 +200,9 @@ class TestTheCache:
         config = decoder.config
         a_layer = config.num_kv_heads * (config.head_dim * bits // 8 + scales)
         assert decoder.kv_bytes_per_token == config.num_layers * a_layer
-        pools = decoder.new_cache(5, 32).pools
-        assert sum(pool.nbytes for pool in pools) == 5 * 32 * decoder.kv_bytes_per_token
+        size = decoder.kv.schemes.block_size(None)
+        pools = decoder.new_cache(5, size).pools
+        assert sum(pool.nbytes for pool in pools) == 5 * size * decoder.kv_bytes_per_token
 
     def test_blocks_must_be_whole_tiles(self, quantized: Path) -> None:
         with pytest.raises(UsageError, match="block_size=24.*multiple of 16"):

@@ -15,7 +15,7 @@ template <int KIND>
 class Work {
   static constexpr KvForm FORM = kv_form(KIND);
   static constexpr Word KEY_WORD = FORM.keys.word, VALUE_WORD = FORM.values.word;
-  static constexpr bool BY_PAGE = FORM.keys.sharing == Sharing::CHANNEL;
+  static constexpr bool BY_CHANNEL = FORM.keys.sharing == Sharing::CHANNEL;
   static constexpr bool GROUPED = FORM.values.sharing == Sharing::GROUP;
 
  public:
@@ -41,7 +41,7 @@ class Work {
     const int begin = int(std::max<int64_t>(0, lowest(0) - start)) / TILE * TILE;
     const int end = int(std::min<int64_t>(SPLIT, position_ + item_.tokens - start));
     if (begin >= end) return put_nothing(count_, out);  // the window has left this split
-    if constexpr (BY_PAGE) {
+    if constexpr (FORM.has_tails()) {
       const int64_t own_page = position_ / PAGE * PAGE - start;
       const int own = int(std::min<int64_t>(std::max<int64_t>(own_page, begin), end));
       if (own == end) return stored(start, begin, end, out);
@@ -98,15 +98,10 @@ class Work {
 
   void load_queries() {
     for (int r = 0; r < count_; r++) {
-      const float* x = rows_.queries + row(r) * rows_.query_stride + head(r) * D_;
       alignas(64) float turned[MAX_HEAD_DIM];
-      if (rows_.rotary) {
-        std::memcpy(turned, x, D_ * sizeof(float));
-        rotate(*rows_.rotary, D_, position_ + r / item_.heads, turned);
-        x = turned;
-      }
+      const float* x = query(r, turned);
       float* items = queries_.items + r * ROW_STRIDE;
-      if constexpr (Keys<KIND>::INTEGERS && !BY_PAGE) {
+      if constexpr (Keys<KIND>::INTEGERS && !BY_CHANNEL) {
         queries_.grids[r] = {put_integer_row(x, D_, items) * layer_.scale, 0};
         put_planes(queries_, r);
       } else {
@@ -114,6 +109,15 @@ class Work {
         queries_.grids[r] = {1, 0};
       }
     }
+  }
+
+  // A row's query, rotated, in `turned` if need be.
+  const float* query(int r, float (&turned)[MAX_HEAD_DIM]) const {
+    const float* x = rows_.queries + row(r) * rows_.query_stride + head(r) * D_;
+    if (!rows_.rotary) return x;
+    std::memcpy(turned, x, D_ * sizeof(float));
+    rotate(*rows_.rotary, D_, position_ + r / item_.heads, turned);
+    return turned;
   }
 
   void put_planes([[maybe_unused]] Queries& queries, [[maybe_unused]] int r) const {
@@ -128,7 +132,8 @@ class Work {
 #if defined(QT_AMX)
     if (!by_matrix_ || KEY_WORD != Word::INT8) return;
     const int64_t start = int64_t(split) * SPLIT;
-    const int64_t end = std::min(start + SPLIT, position_ + item_.tokens);
+    const int64_t last = FORM.has_tails() ? position_ / PAGE * PAGE : position_ + item_.tokens;
+    const int64_t end = std::min(start + SPLIT, last);
     for (int64_t t = start; t < end; t += TILE)
       fetch_keys(layer_.tile(item_.span, t, item_.kv_head) + at_.keys, at_.values - at_.keys);
 #endif
@@ -154,7 +159,7 @@ class Work {
   }
 
   void score_keys(const Part& part, const Grids& grids, float* scores, Highest* tops) const {
-    if constexpr (!BY_PAGE) {
+    if constexpr (!BY_CHANNEL) {
       score_part(part, queries_, grids, scores, tops);
     } else {
       Queries queries;
@@ -250,9 +255,9 @@ class Work {
     const uint8_t* tiles[SPLIT_TILES] = {};
     for (int t = begin; t < end; t += TILE) tiles[t / TILE] = places.tile(page, (start + t) % PAGE);
     const Part part = {tiles, start, begin, end};
-    alignas(64) float scores[ROWS * ROW_STRIDE];
+    alignas(64) float scores[ROWS * ROW_STRIDE], items[BY_CHANNEL ? 1 : ROWS * ROW_STRIDE];
     Grids none;
-    multiply<WORD>(find_keys<WORD>(part, D_, 0), count_, queries_.items, scores + begin);
+    multiply<WORD>(find_keys<WORD>(part, D_, 0), count_, float_queries(items), scores + begin);
     for (int r = 0; r < count_; r++) {
       Highest top;
       float* row = scores + r * ROW_STRIDE;
@@ -262,6 +267,19 @@ class Work {
       out.top[r] = weights.top, out.weight[r] = weights.sum;
     }
     multiply<WORD>(find_values<WORD>(part, D_, places.values, 0, D_), count_, scores + begin, out.out);
+  }
+
+  // Scaled rows: those at hand where keys are by channel, made in `items` where rows are integers.
+  const float* float_queries(float* items) const {
+    if constexpr (BY_CHANNEL) {
+      return queries_.items;
+    } else {
+      for (int r = 0; r < count_; r++) {
+        alignas(64) float turned[MAX_HEAD_DIM];
+        put_float_row(query(r, turned), D_, layer_.scale, items + r * ROW_STRIDE);
+      }
+      return items;
+    }
   }
 
   const AttentionLayer& layer_;

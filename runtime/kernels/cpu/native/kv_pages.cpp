@@ -88,21 +88,22 @@ void store_groups(const KvShape& shape, uint8_t* tile, const PageLayout& at, int
   }
 }
 
-void store_codes(const KvLayer& layer, int64_t head, uint8_t* tile, int lane, const float* key,
-                 const float* value) {
-  const KvShape& shape = layer.shape;
-  const KvForm form = shape.form();
-  const PageLayout at = shape.layout();
+void store_key_bytes(const KvShape& shape, uint8_t* tile, const PageLayout& at, int lane,
+                     const float* key, const float* fixed) {
+  const KvPart part = shape.form().keys;
   const int D = int(shape.head_dim);
-  float scale = put_scale(form.keys, key, D, halves(tile + at.key_grid) + lane,
-                          layer.key_scales + head);
-  const auto put_keys = form.keys.word == Word::FP8 ? put_key<Word::FP8> : put_key<Word::INT8>;
-  put_keys(tile + at.keys, lane, key, D, scale);
-  if (form.values.sharing == Sharing::GROUP) return store_groups(shape, tile, at, lane, value);
-  scale = put_scale(form.values, value, D, halves(tile) + lane, layer.value_scales + head);
-  const auto put_values =
-      form.values.word == Word::FP8 ? put_value<Word::FP8> : put_value<Word::INT8>;
-  put_values(tile + at.values, lane, value, D, scale);
+  const float scale = put_scale(part, key, D, halves(tile + at.key_grid) + lane, fixed);
+  const auto put = part.word == Word::FP8 ? put_key<Word::FP8> : put_key<Word::INT8>;
+  put(tile + at.keys, lane, key, D, scale);
+}
+
+void store_value_bytes(const KvShape& shape, uint8_t* tile, const PageLayout& at, int lane,
+                       const float* value, const float* fixed) {
+  const KvPart part = shape.form().values;
+  const int D = int(shape.head_dim);
+  const float scale = put_scale(part, value, D, halves(tile) + lane, fixed);
+  const auto put = part.word == Word::FP8 ? put_value<Word::FP8> : put_value<Word::INT8>;
+  put(tile + at.values, lane, value, D, scale);
 }
 
 void store_fp32(int D, float* tile, int lane, const float* key, const float* value) {
@@ -123,6 +124,13 @@ f32x16 exact_keys(int64_t kind, const uint8_t* tile, int d) {
   if (kind == KV_FP32) return loadf(reinterpret_cast<const float*>(tile) + d * TILE);
   const u32x16 words = load<u32x16>(reinterpret_cast<const float*>(tile) + d / 2 * TILE);
   return (f32x16)(d % 2 ? words & 0xffff0000u : words << 16);
+}
+
+void exact_key(int64_t kind, int D, const uint8_t* tile, int lane, float* out) {
+  const auto* floats = reinterpret_cast<const float*>(tile) + lane;
+  const auto* x = reinterpret_cast<const uint16_t*>(tile) + lane * 2;
+  for (int d = 0; d < D; d++)
+    out[d] = kind == KV_FP32 ? floats[d * TILE] : from_bf16(x[d / 2 * TILE * 2 + d % 2]);
 }
 
 void exact_value(int64_t kind, int D, const uint8_t* tile, int lane, float* out) {
@@ -147,6 +155,17 @@ void seal_channel(const KvShape& shape, uint8_t* page, const uint8_t* exact, int
   const int shift = 8 * byte_of(d % 4) + d % 8 / 4 * 4;
   for (int t = 0; t < PAGE; t += TILE)
     words[t / TILE] |= codes_int4(loadf(keys + t), scale, low) << shift;
+}
+
+void seal_channels(const KvShape& shape, uint8_t* page, const uint8_t* exact) {
+  const PageLayout at = shape.layout();
+  for (int d = 0; d < int(shape.head_dim); d += 8) {
+    u32x16 words[PAGE / TILE] = {};
+    for (int i = 0; i < 8; i++) seal_channel(shape, page, exact, d + i, words);
+    for (int t = 0; t < PAGE; t += TILE)
+      std::memcpy(at.tile(page, t) + at.keys + d / 8 * sizeof *words, words + t / TILE,
+                  sizeof *words);
+  }
 }
 
 // Whether any byte is the code of NaN, whatever its sign.
@@ -174,29 +193,31 @@ void mark_unknown(const PageLayout& at, int head_dim, const uint8_t* tile, float
 
 void kv_store(const KvLayer& layer, int64_t head, uint8_t* tile, int lane, const float* key,
               const float* value) {
-  const int D = int(layer.shape.head_dim);
-  if (layer.shape.kind == KV_FP32)
-    store_fp32(D, reinterpret_cast<float*>(tile), lane, key, value);
-  else if (layer.shape.kind == KV_BF16)
-    store_bf16(D, reinterpret_cast<uint16_t*>(tile), lane, key, value);
-  else
-    store_codes(layer, head, tile, lane, key, value);
+  const KvShape& shape = layer.shape;
+  const int D = int(shape.head_dim);
+  if (shape.kind == KV_FP32)
+    return store_fp32(D, reinterpret_cast<float*>(tile), lane, key, value);
+  if (shape.kind == KV_BF16)
+    return store_bf16(D, reinterpret_cast<uint16_t*>(tile), lane, key, value);
+  const PageLayout at = shape.layout();
+  store_key_bytes(shape, tile, at, lane, key, layer.key_scales + head);
+  store_value_bytes(shape, tile, at, lane, value, layer.value_scales + head);
 }
 
 void kv_seal(const KvShape& shape, uint8_t* page, const uint8_t* exact) {
   const PageLayout at = shape.layout();
   const int D = int(shape.head_dim), bytes = shape.tail().layout().tile_bytes;
-  for (int d = 0; d < D; d += 8) {
-    u32x16 words[PAGE / TILE] = {};
-    for (int i = 0; i < 8; i++) seal_channel(shape, page, exact, d + i, words);
-    for (int t = 0; t < PAGE; t += TILE)
-      std::memcpy(at.tile(page, t) + at.keys + d / 8 * sizeof *words, words + t / TILE,
-                  sizeof *words);
-  }
-  alignas(64) float value[MAX_HEAD_DIM];
+  const bool by_channel = shape.form().keys.sharing == Sharing::CHANNEL;
+  if (by_channel) seal_channels(shape, page, exact);
+  alignas(64) float x[MAX_HEAD_DIM];
   for (int t = 0; t < PAGE; t++) {
-    exact_value(shape.tail_kind, D, exact + t / TILE * bytes, t % TILE, value);
-    store_groups(shape, at.tile(page, t), at, t % TILE, value);
+    const uint8_t* from = exact + t / TILE * bytes;
+    uint8_t* tile = at.tile(page, t);
+    exact_value(shape.tail_kind, D, from, t % TILE, x);
+    store_groups(shape, tile, at, t % TILE, x);
+    if (by_channel) continue;
+    exact_key(shape.tail_kind, D, from, t % TILE, x);
+    store_key_bytes(shape, tile, at, t % TILE, x, nullptr);
   }
 }
 

@@ -16,9 +16,8 @@
 // runtime/kv_schemes.py. What a page holds beyond its sequence's last token is never used, whatever
 // it is.
 //
-// Keys by channel share scales over a page of PAGE tokens, so that only whole pages can be stored.
-// Until then their tokens lie, as they were computed, in a tail page: PAGE tokens of every KV head,
-// in the form of tail_kind.
+// What has codes of 4 bits is stored in whole pages of PAGE tokens. Until a page is full its tokens
+// lie, as they were computed, in a tail page: PAGE tokens of every KV head, in the form of tail_kind.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +44,7 @@ struct KvPart {
 struct KvForm {
   KvPart keys, values;
 
-  constexpr bool has_tails() const { return keys.sharing == Sharing::CHANNEL; }
+  constexpr bool has_tails() const { return keys.word == Word::INT4 || values.word == Word::INT4; }
 };
 
 constexpr KvForm kv_form(int64_t kind) {
@@ -110,7 +109,7 @@ struct KvShape {  // mirrored by qtool.runtime.kernels.cpu.kv_pages.KvShape
     l.keys = l.key_grid + (f.keys.sharing == Sharing::HEAD ? a_scale : 0);
     l.values = l.keys + word_bytes / neighbours(f.keys.word);
     l.tile_bytes = l.values + word_bytes / neighbours(f.values.word);
-    l.tiles = f.has_tails() ? 2 * int(head_dim) * HALF : 0;
+    l.tiles = f.keys.sharing == Sharing::CHANNEL ? 2 * int(head_dim) * HALF : 0;
     l.page_bytes = l.tiles + block_size / TILE * l.tile_bytes;
     l.kv_heads = kv_heads;
     return l;

@@ -92,7 +92,7 @@ _NOTHING_ELSE = None  # the scope, which nobody asks for
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [64, 32])
 def test_queries_and_keys_are_rotated_and_rounded_once(width: int, dtype: torch.dtype) -> None:
-    for form in ("wide", "int8", "int4"):
+    for form in ("wide", "int8", "k8v4", "int4"):
         case = Case(form, (64,), group=3, dtype=dtype)
         cos, sin = _rotary(64, width, dtype)
         rows, (q, keys, values) = case.batch([(0, 64)])
@@ -109,7 +109,7 @@ def test_queries_and_keys_are_rotated_and_rounded_once(width: int, dtype: torch.
         _assert_equal(case.pages.keys, _truth(case, kind, turned, 0), kind, case.tables[0])
 
 
-@pytest.mark.parametrize("form", ["wide", "int8", "k8v4"])
+@pytest.mark.parametrize("form", ["wide", "int8", "fp8"])
 @pytest.mark.parametrize("count", [3, 40])
 def test_rows_without_a_slot_are_not_stored(form: str, count: int) -> None:
     case = Case(form, (count,))
@@ -132,8 +132,9 @@ def test_strided_rows_of_a_fused_projection_are_read_in_place() -> None:
     _assert_equal(case.pages.keys, _truth(case, kind, parts[1], 0), kind, case.tables[0])
 
 
-def test_only_full_pages_are_sealed_and_the_rest_waits_in_the_tail_page() -> None:
-    case = Case("int4", (100,), group=1)
+@pytest.mark.parametrize("form", ["k8v4", "int4"])
+def test_only_full_pages_are_sealed_and_the_rest_waits_in_the_tail_page(form: str) -> None:
+    case = Case(form, (100,), group=1)
     rows, parts = case.batch([(0, 100)])
     case.pages.attend(*parts, None, rows, _NOTHING_ELSE)
     unsealed = case.pages.keys.words[case.tables[0][1]]

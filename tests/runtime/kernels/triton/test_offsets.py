@@ -101,7 +101,7 @@ def test_experts_far_down_are_read(tmp_path: Path) -> None:
     assert relative_error(out, expected) < 1e-3
 
 
-@pytest.mark.parametrize("form", ["wide", "int8", "int4"])
+@pytest.mark.parametrize("form", ["wide", "int8", "k8v4", "int4"])
 def test_pages_far_down_are_written_and_read(form: str, tmp_path: Path) -> None:
     case = Case(form, (66,), group=1, kv_heads=1)
     scope, pages = AttentionScope(0.125), case.pages
@@ -123,8 +123,9 @@ def test_pages_far_down_are_written_and_read(form: str, tmp_path: Path) -> None:
     assert first * width >= FAR and relative_error(found, expected) < 1e-3
 
 
-def test_tail_pages_far_apart_are_written_and_read(tmp_path: Path) -> None:
-    case = Case("int4", (3, 66), group=1, kv_heads=1)
+@pytest.mark.parametrize("form", ["k8v4", "int4"])
+def test_tail_pages_far_apart_are_written_and_read(form: str, tmp_path: Path) -> None:
+    case = Case(form, (3, 66), group=1, kv_heads=1)
     scope = AttentionScope(0.125)
     stride = FAR + 2 * 64 * 64
     far = _sparse(tmp_path / "tails", (2, stride), torch.float16)

@@ -12,6 +12,10 @@ from qtool.runtime.kernels.backend import AttentionScope
 from support.gemm import relative_error
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from qtool.runtime.kernels.triton.attention import NOTHING, masked, softmax_step
 from qtool.runtime.kernels.triton.attention_plan import AttentionPlan
 from qtool.runtime.kernels.triton.target import Target
 from support.paged_cases import FORMS, Case
@@ -53,7 +57,7 @@ def test_windows_and_soft_caps(form: str, scope: str) -> None:
     _check(Case(form, (140, 20)), (125, 19), SCOPES[scope])
 
 
-@pytest.mark.parametrize("form", ["wide", "int4"])
+@pytest.mark.parametrize("form", ["wide", "k8v4", "int4"])
 def test_what_is_behind_every_window_belongs_to_others(form: str) -> None:
     case, scope = Case(form, (200,)), AttentionScope(0.125, 50)
     expected = case.expected(0, scope, 199)
@@ -66,7 +70,7 @@ def test_what_is_behind_every_window_belongs_to_others(form: str) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 20])
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "k8v4", "int4"])
 def test_groups_of_queries_need_not_be_powers_of_two(form: str, group: int) -> None:
     _check(Case(form, (70,), group=group, kv_heads=1), (63,), SCOPES["all"])
 
@@ -106,7 +110,7 @@ def test_contexts_are_split_by_what_there_is_to_do_and_merged(form: str) -> None
         assert relative_error(out, expected) < BOUND[torch.float16]
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "k8v4", "int4"])
 def test_a_row_may_see_nothing_of_a_split(form: str) -> None:
     """The first row's window reaches one page further back than the last row's: a split alone."""
     case = Case(form, (590,), group=1, kv_heads=1, fixed=64)
@@ -153,13 +157,38 @@ def test_with_fixed_splits_a_rows_bits_do_not_depend_on_its_company() -> None:
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("form", ["k8v4", "int4"])
 @pytest.mark.parametrize("sizes", [(1, 130), (63, 1, 67), (64, 64, 3)])
-def test_what_a_query_sees_does_not_depend_on_chunks(sizes: tuple[int, ...]) -> None:
-    whole = Case("int4", (131,), kv_heads=1).expected(0, SCOPES["all"])
+def test_what_a_query_sees_does_not_depend_on_chunks(sizes: tuple[int, ...], form: str) -> None:
+    whole = Case(form, (131,), kv_heads=1).expected(0, SCOPES["all"])
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     steps = [[(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)]
-    chunked = Case("int4", (131,), kv_heads=1).run(steps, SCOPES["all"])[0]
+    chunked = Case(form, (131,), kv_heads=1).run(steps, SCOPES["all"])[0]
     assert relative_error(chunked, whole) < 6e-4
+
+
+@triton.jit
+def _weigh_kernel(
+    x_ptr: tl.tensor, highest_ptr: tl.tensor, unit: tl.tensor, out_ptr: tl.tensor
+) -> None:
+    """What 16 rows at position 0 get of keys that come later."""
+    rows = tl.arange(0, 16)
+    at = rows[:, None] * 16 + rows[None, :]
+    x = masked(tl.load(x_ptr + at), rows[None, :] + 1, rows[:, None] * 0, 0, False)
+    p, decay, highest = softmax_step(x, tl.load(highest_ptr + rows), unit, 0)
+    tl.store(out_ptr + at, p)
+    tl.store(out_ptr + 256 + rows, decay)
+    tl.store(out_ptr + 272 + rows, highest)
+
+
+@pytest.mark.parametrize("highest", [-1e30, -3.0, 5.0])
+def test_what_is_not_seen_weighs_nothing_even_where_nothing_is_seen_yet(highest: float) -> None:
+    """Else a GPU's fused multiply-add leaves what rounding did of 1e30: its power is infinite."""
+    assert NOTHING.value == -1e30
+    out, tops = torch.full((288,), torch.nan), torch.full((16,), highest)
+    _weigh_kernel[(1,)](torch.randn(16, 16), tops, 0.18, out)
+    assert not out[:256].any()
+    assert (out[256:272] == 1).all() and torch.equal(out[272:], tops)
 
 
 def test_locks_are_free_again_after_every_launch() -> None:
