@@ -19,11 +19,12 @@ from qtool.runtime.kernels.backend import Stream
 from qtool.runtime.kernels.reference import ReferenceBackend
 from qtool.runtime.kv_cache import BlockPools
 from qtool.runtime.layers import Mlp
-from qtool.runtime.loader import DecoderBuilder, WeightSource
+from qtool.runtime.loader import DecoderBuilder
 from qtool.runtime.model import Decoder
 from qtool.runtime.sampling_params import SamplingParams
 from qtool.runtime.scheduled_step import Chunk
 from qtool.runtime.sequence import Sequence
+from qtool.runtime.weight_source import WeightSource
 
 if TYPE_CHECKING:
     from gpu_check import Bench, Row

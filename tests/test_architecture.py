@@ -47,7 +47,7 @@ RUNTIME_LAYERS = [
     {"load_plan", "cache_cases"},
     {"generation", "capacity", "loaded_model", "machine"},
     {"native_decoder", "window_run", "self_check"},
-    {"model", "loader", "warm_up", "sampler", "logprobs", "tokenizer"},
+    {"model", "loader", "weight_source", "warm_up", "sampler", "logprobs", "tokenizer"},
     {"moe", "key_smoothing"},
     {"batch", "config", "families", "linear", "layers", "rope_config", "rotary"}
     | {"kv_cache", "kv_fused", "kv_layers", "kv_codes", "kv_segments", "attention_votes"},

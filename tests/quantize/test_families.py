@@ -29,8 +29,8 @@ from qtool.quantize import smoothing
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import quantize_model
 from qtool.runtime.loaded_model import load_model
-from qtool.runtime.loader import WeightSource
 from qtool.runtime.options import ModelOptions
+from qtool.runtime.weight_source import WeightSource
 from support.batches import run_whole
 from support.offline import OFFLINE_VARIANTS
 from support.variants import ref_logits, relative_error, token_ids

@@ -34,7 +34,8 @@ from qtool.runtime.key_smoothing import (
     powers_of_two,
 )
 from qtool.runtime.loaded_model import LoadedModel, load_model
-from qtool.runtime.loader import DecoderBuilder, WeightSource
+from qtool.runtime.loader import DecoderBuilder
+from qtool.runtime.weight_source import WeightSource
 from support.batches import run_chunked, run_whole
 from support.native import LEVELS, native_at
 from support.smoothing import (

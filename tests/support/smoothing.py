@@ -18,9 +18,10 @@ from qtool.runtime.key_smoothing import calibrated_exponents
 from qtool.runtime.kv_cache import CacheForm
 from qtool.runtime.kv_schemes import WIDE
 from qtool.runtime.loaded_model import choose_form
-from qtool.runtime.loader import DecoderBuilder, WeightSource, load_decoder
+from qtool.runtime.loader import DecoderBuilder, load_decoder
 from qtool.runtime.model import Decoder
 from qtool.runtime.options import ModelOptions
+from qtool.runtime.weight_source import WeightSource
 from support.families import FAMILY_VARIANTS
 from support.variants import VARIANTS
 
