@@ -91,10 +91,20 @@ def select_attention(
             stages = 3
         elif target.capability in (86, 89) and form.keys == "int4":
             stages = 2
-    # Bytes beside 4 bits take 168 to 220 registers: ptxas stops at 168, for one more program on a
-    # multiprocessor, and spills up to 24 bytes unless it is told that it may have all of them.
-    most = 255 if target.is_nvidia and (form.keys, form.values) == BYTES_AND_NIBBLES else None
+    most = 255 if _needs_all_registers(target, form, block_m) else None
     return AttentionTiles(block_m, places[0], _warps(form, head_dim, block_m), stages, most)
+
+
+def _needs_all_registers(target: Target, form: PageForm, block_m: int) -> bool:
+    """Whether ptxas would spill: it stops at 168 for one more program on a multiprocessor.
+
+    Bytes beside 4 bits take 168 to 220 registers and spilled up to 32 bytes; large tiles of 4 bits
+    on sm_100 take 199 and spilled 16.
+    """
+    if not target.is_nvidia:
+        return False
+    large = target.capability == 100 and form.keys == "int4" and block_m > 16
+    return large or (form.keys, form.values) == BYTES_AND_NIBBLES
 
 
 def _warps(form: PageForm, head_dim: int, block_m: int) -> int:
