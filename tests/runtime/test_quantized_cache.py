@@ -220,12 +220,6 @@ def test_it_differs_from_a_wide_cache_and_not_by_much(model: LoadedModel) -> Non
         assert torch.equal(found[:64], exact[:64])
 
 
-def _asked(model: LoadedModel) -> str:
-    """The option that has the blocks of a model's cache."""
-    name = model.decoder.kv.schemes.name
-    return "int4" if name == MIXED else name
-
-
 def _engine(model: LoadedModel, blocks: int, fill: int, **settings: int) -> Engine:
     decoder = model.decoder
     scheme = decoder.kv.schemes

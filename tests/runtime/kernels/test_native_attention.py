@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -67,15 +66,6 @@ class Native:
 def _numbers(pool: Tensor) -> Tensor:
     """Which slots hold a number."""
     return ~pool.flatten(0, 1).isnan().flatten(1).all(1)
-
-
-@pytest.fixture(params=LEVELS)
-def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
-    """The library at one instruction set, on two threads."""
-    library = library_at(request.param)
-    library.qt_pool_start(2)
-    yield library
-    library.qt_pool_stop()
 
 
 def _stored(pool: Tensor, scheme: KVScheme, wide: torch.dtype, part: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -27,14 +27,6 @@ SCHEMES = {scheme.name: scheme for scheme in (K8V4, INT4)}
 # Relative Frobenius norm: twice that of 8-bit codes (test_native_attention.py), as a code of values
 # is one of 15 steps from a minimum.
 BOUND = 4e-4
-
-
-@pytest.fixture(params=LEVELS)
-def library(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
-    library = library_at(request.param)
-    library.qt_pool_start(2)
-    yield library
-    library.qt_pool_stop()
 
 
 @pytest.fixture(params=SCHEMES)
