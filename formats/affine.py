@@ -51,15 +51,15 @@ def per_row(grid: Tensor, scheme: WeightScheme, shape: tuple[int, int]) -> Tenso
 
 
 def choose_grid(
-    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | None = None
+    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Scales and zeros that span each block's range.
+    """Scales and zeros that span each block's range, or ``factor`` times it.
 
     Args:
         weight: [N, K], any floating dtype.
         scheme: type, bits, symmetry and block shape.
         scale_dtype: dtype the scales will be stored in; they are rounded to it.
-        clip: optional shrink factor in (0, 1] per block, [N/r, K/c], applied to both ends.
+        factor: of both ends of each block's range, [N/r, K/c]; weights beyond are clipped.
 
     Returns:
         ``scales`` [N/r, K/c] in ``scale_dtype`` and ``zeros`` [N/r, K/c] in uint8. An all-zero
@@ -69,8 +69,8 @@ def choose_grid(
     blocks = to_blocks(weight, scheme).float()
     high = blocks.amax(-1).clamp(min=0)
     low = blocks.amin(-1).clamp(max=0)
-    if clip is not None:
-        high, low = high * clip, low * clip
+    if factor is not None:
+        high, low = high * factor, low * factor
     if scheme.symmetric:
         span, steps = torch.maximum(high, -low), scheme.symmetric_steps
     else:

@@ -1,14 +1,12 @@
 """Activation-aware weight quantization (Lin et al. 2023) as pure functions.
 
-Two searches. Scales: an input channel that is large on average is multiplied into a finer part
-of the grid before rounding and divided out again (section 3.2). Clip: a group's range is shrunk
-where that lowers the error of its output. Both are judged by output error on calibration data,
-never by weight error.
+An input channel that is large on average is multiplied into a finer part of the grid before
+rounding and divided out again (section 3.2), by what lowers the output error on calibration data.
+The clip that follows is :func:`qtool.quantize.ranges.search_clip`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -25,10 +23,6 @@ NUM_RATIOS = 20
 
 # Floor of a scale: a nearly silent channel must not be multiplied into nothing.
 MIN_SCALE = 1e-4
-
-# A range is shrunk at most to 11/20, where the paper's search ends too.
-NUM_CLIP_STEPS = 10
-CLIP_STEP = 1 / 20
 
 
 def smoothing_scales(mean_abs: Tensor, ratio: float) -> Tensor:
@@ -72,49 +66,3 @@ def output_error(delta: Tensor, hessian: Tensor) -> Tensor:
     """
     with exact_products():
         return ((delta @ hessian) * delta).sum()
-
-
-def search_clip(
-    weight: Tensor, hessian: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
-) -> Tensor:
-    """Shrink factor of each group's range with the smallest error of the group's output.
-
-    Groups are judged one by one, by the diagonal blocks of the second moment; all rows and
-    groups are searched at once.
-
-    Args:
-        weight: [N, K], float32.
-        hessian: second moment of the input, [K, K].
-        scheme: one scale a row or a group.
-        scale_dtype: dtype the scales are stored in.
-
-    Returns:
-        float32 [N, K / group], in [1 - 9/20, 1].
-    """
-    moments = _diagonal_blocks(hessian, scheme.block_shape((1, weight.shape[1]))[1])
-    clip = torch.ones(scheme.grid_shape((weight.shape[0], weight.shape[1])), device=weight.device)
-    best_loss = torch.full_like(clip, math.inf)
-    best_clip = clip
-    for step in range(NUM_CLIP_STEPS):
-        candidate = clip * (1 - step * CLIP_STEP)
-        grid = affine.choose_grid(weight, scheme, scale_dtype, candidate)
-        delta = affine.to_blocks(round_to_grid(weight, *grid, scheme) - weight, scheme)
-        loss = _group_errors(delta, moments)
-        better = loss < best_loss
-        best_loss = torch.where(better, loss, best_loss)
-        best_clip = torch.where(better, candidate, best_clip)
-    return best_clip
-
-
-def _diagonal_blocks(hessian: Tensor, size: int) -> Tensor:
-    """[K, K] -> its diagonal blocks [K / size, size, size]."""
-    count = hessian.shape[0] // size
-    grid = hessian.reshape(count, size, count, size)
-    return grid.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-
-
-def _group_errors(delta: Tensor, moments: Tensor) -> Tensor:
-    """delta [N, G, g] and moments [G, g, g] -> output error of every group [N, G]."""
-    by_group = delta.transpose(0, 1)
-    with exact_products():
-        return ((by_group @ moments) * by_group).sum(-1).t()

@@ -22,6 +22,7 @@ from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize import awq
 from qtool.quantize.gptq import Outcome, factorize, retarget, solve_group
 from qtool.quantize.job import Job, QuantizedBlock
+from qtool.quantize.ranges import search_clip, search_octave
 from qtool.quantize.recipe import Recipe
 from qtool.quantize.report import ModuleRecord, module_record
 from qtool.quantize.rtn import quantize_rtn
@@ -70,11 +71,14 @@ def _round_group(
             weights = retarget(
                 weights, inputs.hessian, inputs.tokens, inputs.drift, inputs.shortfall
             )
-    clips = [_clip(work, name, weight, recipe) for name, weight in zip(group, weights, strict=True)]
+    factors = [
+        _range_factors(work, name, weight, recipe)
+        for name, weight in zip(group, weights, strict=True)
+    ]
     input_scale = _input_scale(inputs, scheme, work.dtype)
     tensors = [
-        quantize_rtn(weight, scheme, work.dtype, clip, input_scale)
-        for weight, clip in zip(weights, clips, strict=True)
+        quantize_rtn(weight, scheme, work.dtype, factor, input_scale)
+        for weight, factor in zip(weights, factors, strict=True)
     ]
     outcomes = [Outcome(tensor) for tensor in tensors]
     if recipe.solve:
@@ -86,14 +90,16 @@ def _round_group(
         yield name, outcome.tensor, record
 
 
-def _clip(work: Workspace, name: str, weight: Tensor, recipe: Recipe) -> Tensor | None:
-    """Shrink factors of a linear's groups; ``None`` where ranges are kept."""
-    scheme = work.schemes[name]
+def _range_factors(work: Workspace, name: str, weight: Tensor, recipe: Recipe) -> Tensor | None:
+    """Factors of the ranges of a linear's blocks; ``None`` where they are those of the weights."""
+    scheme, hessian = work.schemes[name], work.inputs[name].hessian
+    if scheme.type == "float":
+        return search_octave(weight, scheme, work.dtype, hessian)
     if not recipe.clip or name in work.family.unclipped:
         return None
     if scheme.strategy not in ("channel", "group"):
         return None
-    return awq.search_clip(weight, work.inputs[name].hessian, scheme, work.dtype)
+    return search_clip(weight, hessian, scheme, work.dtype)
 
 
 def _input_scale(inputs: Inputs, scheme: WeightScheme, dtype: torch.dtype) -> Tensor | None:

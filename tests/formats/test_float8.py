@@ -35,7 +35,7 @@ def test_every_weight_is_the_nearest_value_of_its_block(
     scheme: WeightScheme, dtype: torch.dtype, rows: int, columns: int
 ) -> None:
     weight = _weight(rows, columns)
-    found = quantize_rtn(weight, scheme, dtype)
+    found = quantize_rtn(weight, scheme, dtype, torch.ones(scheme.grid_shape((rows, columns))))
     high, wide = scheme.block_shape((rows, columns))
     for top in range(0, rows, high):
         for left in range(0, columns, wide):
