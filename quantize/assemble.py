@@ -22,7 +22,7 @@ from qtool.formats.scheme import FLOAT8_MAX
 from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize.head import head_config, quantize_head
 from qtool.quantize.job import Job, QuantizedBlock
-from qtool.quantize.plan import HEAD, linear_names
+from qtool.quantize.plan import HEAD, is_tied, linear_names
 from qtool.quantize.report import PLAIN, ModuleRecord
 
 
@@ -53,7 +53,7 @@ def head_tensors(job: Job) -> tuple[dict[str, Tensor], list[ModuleRecord]]:
 
 
 def _is_tied(job: Job) -> bool:
-    return bool(job.reader.config.get("tie_word_embeddings", False))
+    return is_tied(job.reader.config, job.family)
 
 
 def _outer_names(job: Job) -> list[str]:

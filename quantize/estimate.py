@@ -24,7 +24,7 @@ from qtool.quantize.kv_cache import describe_request
 from qtool.quantize.measure import Scorer, measure_phases
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import format_warnings, other_folders
+from qtool.quantize.output_formats import other_folders
 from qtool.quantize.phases import Phase, PhaseClock, resident_memory
 from qtool.quantize.plan import linear_names, weight_name
 from qtool.quantize.prepare import (
@@ -32,6 +32,7 @@ from qtool.quantize.prepare import (
     Progress,
     gather_texts,
     plan_job,
+    plan_notes,
     result_bytes,
     work_bytes,
 )
@@ -137,8 +138,8 @@ def estimate_run(
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
-        for warning in format_warnings(job, options.formats):
-            progress(Progress("format", 1, 1, warning))
+        for note in plan_notes(job, options):
+            progress(Progress("format", 1, 1, note))
         with clock.phase("calibration"):
             texts = gather_texts(
                 job, options, parts, sampler, progress, evaluate=scorer is not None

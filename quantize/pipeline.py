@@ -44,7 +44,7 @@ from qtool.quantize.kv_cache import (
     require_planner,
 )
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import format_warnings, other_folders
+from qtool.quantize.output_formats import other_folders
 from qtool.quantize.phases import PhaseClock
 from qtool.quantize.prepare import (
     Listener,
@@ -52,6 +52,7 @@ from qtool.quantize.prepare import (
     Texts,
     gather_texts,
     plan_job,
+    plan_notes,
     result_bytes,
     work_bytes,
 )
@@ -123,8 +124,8 @@ def quantize_model(
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
-        for warning in format_warnings(job, options.formats):
-            progress(Progress("format", 1, 1, warning))
+        for note in plan_notes(job, options):
+            progress(Progress("format", 1, 1, note))
         with clock.phase("calibration"):
             evaluate = evaluator is not None
             texts = gather_texts(job, options, parts, sampler, progress, evaluate=evaluate)
