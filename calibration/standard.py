@@ -55,7 +55,7 @@ def family_of(reader: CheckpointReader) -> ModelFamily:
 def _no_standard(config: Mapping[str, Any], reason: str) -> ModelError:
     return ModelError(
         f"model_type={config.get('model_type')!r}: {reason}, so it is no standard decoder; "
-        f"beside these, {', '.join(sorted(FAMILIES))} can be quantized"
+        f"supported are these, and {', '.join(sorted(FAMILIES))}"
     )
 
 

@@ -35,7 +35,6 @@ from qtool.calibration.observers import AbsMax
 from qtool.calibration.products import exact_products
 from qtool.formats.checkpoint import CheckpointReader
 
-
 RoundInput = Callable[[str, Tensor], Tensor]
 
 

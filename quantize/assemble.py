@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.cache_peaks import CachePeaks
-from qtool.calibration.weights import to_stored
+from qtool.calibration.weights import check_scales, to_stored
 from qtool.errors import QuantizationError
 from qtool.formats import affine
 from qtool.formats.checkpoint import TensorSource
@@ -62,6 +62,7 @@ def _outer_names(job: Job) -> list[str]:
 
 
 def _packed(job: Job, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    check_scales(module, tensor.scales)
     if loss := scale_loss(job.format, tensor.scales):
         raise QuantizationError(
             f"{module}: {loss}, beyond its range; write {DEFAULT_FORMAT} instead of "

@@ -18,7 +18,7 @@ from qtool.calibration.data import (
 from qtool.calibration.families import ModelFamily
 from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
 from qtool.calibration.standard import family_of
-from qtool.errors import UsageError
+from qtool.errors import QuantizationError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.kv_plan import FP8
 from qtool.quantize.job import Job
@@ -88,6 +88,8 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
             "look for the scales of keys and values; leave it out"
         )
     schemes = plan_schemes(reader, reader.config, family, options.schemes)
+    if schemes:
+        _refuse_strays(reader, family)
     first = next(iter(schemes or linear_names(reader.config, family)))
     source = reader.dtype(f"{first}.weight")
     dtype = options.stored_dtype(source) if schemes else source
@@ -102,6 +104,23 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
         key_peaks=options.smooths_keys,
     )
     return with_format(job, options.formats)
+
+
+def _refuse_strays(reader: CheckpointReader, family: ModelFamily) -> None:
+    """Refuse tensors of blocks that the config does not count, which no result would have.
+
+    Raises:
+        QuantizationError: naming the first of them.
+    """
+    counted = tuple(f"{prefix}." for prefix in family.block_prefixes(reader.config))
+    blocks = f"{family.blocks}."
+    strays = [n for n in reader.names() if n.startswith(blocks) and not n.startswith(counted)]
+    if strays:
+        raise QuantizationError(
+            f"{strays[0]} and {len(strays) - 1} more tensors belong to none of the {len(counted)} "
+            "blocks that config.json counts, and would be lost; correct num_hidden_layers, or "
+            "delete what predicts further tokens"
+        )
 
 
 def _require_pairs(family: ModelFamily, method: str) -> None:

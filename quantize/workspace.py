@@ -22,7 +22,8 @@ from qtool.calibration.families import (
     value_channels,
 )
 from qtool.calibration.observers import AbsMax, CrossMoment, EveryNth, Hessian, MeanAbs
-from qtool.calibration.weights import to_stored
+from qtool.calibration.weights import check_scales, to_stored
+from qtool.formats import affine
 from qtool.formats.scheme import WeightScheme
 from qtool.quantize import smoothing
 from qtool.quantize.job import Job
@@ -108,11 +109,20 @@ class Workspace:
 
     @classmethod
     def of(cls, block: DecoderBlock, job: Job) -> Workspace:
-        """The block as it comes from the walk."""
+        """The block as it comes from the walk.
+
+        Raises:
+            QuantizationError: a weight whose scales the stored dtype cannot hold.
+        """
         schemes = job.schemes_of(block.prefix)
         config = job.reader.config
         widths = head_dim(config), value_channels(config)
-        return cls(block, job.family, schemes, job.dtype, *widths)
+        work = cls(block, job.family, schemes, job.dtype, *widths)
+        if job.dtype == torch.float16:  # the others reach as far as float32
+            for name, scheme in schemes.items():
+                scales, _ = affine.choose_grid(work.linear(name).weight, scheme, job.dtype)
+                check_scales(f"{block.prefix}.{name}", scales)
+        return work
 
     @property
     def groups(self) -> list[tuple[str, ...]]:

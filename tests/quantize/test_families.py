@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -173,6 +174,31 @@ def test_routers_are_named_as_not_quantized_and_keep_their_bits(
         for router in routers:
             assert router in ignored
             assert torch.equal(source.get(f"{router}.weight"), result.get(f"{router}.weight"))
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_an_expert_that_no_token_is_sent_to_is_calibrated_on_all_of_them(
+    variant: str, model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = model_factory(**OFFLINE_VARIANTS[variant] | {"num_local_experts": 5})
+    with CheckpointReader(folder) as reader:
+        family = find_family(reader.config)
+    assert family.experts is not None
+    router = f"{family.blocks}.0.{family.routers[0]}.weight"
+    tensors = load_file(folder / "model.safetensors")
+    # Of a, -a, b and -b two logits are positive, whatever the token: the fifth expert's is 0.
+    a, zero, b = tensors[router][0], torch.zeros(64), tensors[router][3]
+    tensors[router] = torch.stack((a, zero, -a, b, -b))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    data = {"calibration": (__file__,), "samples": 2, "seq_len": 32, "device": "cpu"}
+    options = QuantizeOptions(method="gptq", group_size=32, strict=True, **data)
+    report = quantize_model(folder, tmp_path / "q", options)
+    names = {f"{family.blocks}.0.{name}" for name in family.experts.linears(1)}
+    unseen = [record for record in report.modules if record.name in names]
+    assert len(unseen) == 3
+    for record in unseen:
+        assert record.tokens == 64 and record.fallback is None
+        assert record.output_error is not None and 0 < record.output_error < record.weight_error
 
 
 def test_blocks_of_two_kinds_are_refused_by_the_name_of_the_key() -> None:
