@@ -36,6 +36,8 @@ from qtool.quantize.prepare import (
     result_bytes,
     work_bytes,
 )
+from qtool.quantize.report import SkippedPair
+from qtool.quantize.skipped import skipped_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,6 @@ class ModulePlan:
     shape: tuple[int, ...]
     scheme: str
     method: str
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedPair:
-    """A smoothing pair that is not searched, and why."""
-
-    source: str
-    targets: tuple[str, ...]
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +142,7 @@ def estimate_run(
         phases = [*clock.phases, *measure_phases(job, texts, options, out, progress, scorer)]
         return Estimate(
             modules=_modules(job, options),
-            skipped_pairs=_skipped_pairs(job, options),
+            skipped_pairs=skipped_pairs(job, METHODS[options.method].recipe),
             phases=tuple(phases),
             result_bytes=result_bytes(job) * len(options.formats),
             work_bytes=work_bytes(job, texts, options),
@@ -177,17 +170,3 @@ def _obstacles(job: Job, size: int) -> list[str]:
     weights = {name: weight_name(name, config, job.family) for name in job.schemes}
     shapes = {name: job.reader.shape(weight) for name, weight in weights.items()}
     return obstacles(shapes, config, job.schemes, size)
-
-
-def _skipped_pairs(job: Job, options: QuantizeOptions) -> tuple[SkippedPair, ...]:
-    """Pairs a smoothing method cannot use: one side is not quantized, or the family cannot."""
-    if METHODS[options.method].recipe.smoothing is None:
-        return ()
-    skipped = [SkippedPair(place, (), reason) for place, reason in job.family.not_smoothed]
-    for prefix in job.family.block_prefixes(job.reader.config):
-        schemes = job.schemes_of(prefix)
-        for pair in job.family.pairs:
-            if unquantized := job.family.unquantized_sides(pair, schemes):
-                reason = f"{', '.join(unquantized)} stays as it is"
-                skipped.append(SkippedPair(f"{prefix}.{pair.source}", pair.targets, reason))
-    return tuple(skipped)
