@@ -98,7 +98,7 @@ def _check_matrices(path: str, blocks: list[nn.Module], reader: CheckpointReader
 def _embedding(model: nn.Module, trunk: str, reader: CheckpointReader) -> str:
     """Name of the embedding beside the blocks; the head is ``lm_head``, or that embedding."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[nn.Module | None, str] = {m: name for name, m in model.named_modules()}
     parent, _, name = names[table].rpartition(".")
     tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
     needed = [f"{names[table]}.weight", *([] if tied else [f"{HEAD}.weight"])]
@@ -137,29 +137,29 @@ def _trace(
 
 def _stand_aside(model: nn.Module, calls: list[tuple[nn.Module, Tensor]]) -> None:
     """Let linears and embeddings put out zeros and note their calls; vectors become ones."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.forward = _zeros_of(module, module.out_features, calls)
-        elif isinstance(module, nn.Embedding):
-            module.forward = _zero_rows(module.embedding_dim)
-        else:
-            for name, parameter in module.named_parameters(recurse=False):
-                ones = torch.ones(parameter.shape)
-                module.register_parameter(name, nn.Parameter(ones, requires_grad=False))
+    for module in list(model.modules()):
+        forward = _stand_in(module, calls)
+        if forward is not None:
+            module.forward = forward
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            ones = torch.ones(parameter.shape)
+            module.register_parameter(name, nn.Parameter(ones, requires_grad=False))
 
 
-def _zeros_of(
-    module: nn.Module, width: int, calls: list[tuple[nn.Module, Tensor]]
-) -> Callable[[Tensor], Tensor]:
+def _stand_in(
+    module: nn.Module, calls: list[tuple[nn.Module, Tensor]]
+) -> Callable[..., Tensor] | None:
+    """Zeros of the shape that a linear or an embedding puts out; ``None`` for others."""
+    if isinstance(module, nn.Embedding):
+        rows = torch.zeros(1, _TOKENS, module.embedding_dim)
+        return lambda *_, **__: rows.clone()
+    if not isinstance(module, nn.Linear):
+        return None
+    width = module.out_features
+
     def forward(x: Tensor) -> Tensor:
         calls.append((module, x))
         return x.new_zeros(*x.shape[:-1], width)
-
-    return forward
-
-
-def _zero_rows(width: int) -> Callable[..., Tensor]:
-    def forward(*_: Any, **__: Any) -> Tensor:
-        return torch.zeros(1, _TOKENS, width)
 
     return forward

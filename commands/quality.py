@@ -62,7 +62,8 @@ def _predictions(
     try:
         parse_decoder_config(read_json(folder / CONFIG_NAME))
     except ModelError:
-        with DequantizedReader(folder) as reader:
+        reader = DequantizedReader(folder)
+        with reader:
             final = final_logits(
                 reader,
                 family_of(reader),
