@@ -29,6 +29,7 @@ from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize import smoothing
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import quantize_model
+from qtool.quantize.workspace import Workspace
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.weight_source import WeightSource
@@ -199,6 +200,35 @@ def test_an_expert_that_no_token_is_sent_to_is_calibrated_on_all_of_them(
     for record in unseen:
         assert record.tokens == 64 and record.fallback is None
         assert record.output_error is not None and 0 < record.output_error < record.weight_error
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe"])
+def test_experts_measured_in_one_pass_become_what_they_become_one_by_one(
+    variant: str,
+    model_factory: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = model_factory(**OFFLINE_VARIANTS[variant])
+    passes: list[int] = []
+    observe = Workspace.observe_beside_original
+
+    def watched(work: Workspace, groups: list[tuple[str, ...]]) -> None:
+        passes.append(len(groups))
+        observe(work, groups)
+
+    monkeypatch.setattr(Workspace, "observe_beside_original", watched)
+    data = {"calibration": (__file__,), "samples": 3, "seq_len": 32, "device": "cpu"}
+    options = QuantizeOptions(method="gptq", group_size=32, **data)
+    files = []
+    for room in (2**30, 0):
+        monkeypatch.setattr("qtool.quantize.workspace.KEPT_BYTES", room)
+        quantize_model(folder, tmp_path / str(room), options)
+        files.append((tmp_path / str(room) / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+    groups = {"mixtral": (3, 4), "qwen2_moe": (4, 6)}[variant]  # before the last linears, and those
+    together, alone = [*[1] * groups[0], groups[1]] * 2, [1] * sum(groups) * 2
+    assert passes == together + alone
 
 
 def test_blocks_of_two_kinds_are_refused_by_the_name_of_the_key() -> None:
