@@ -94,3 +94,21 @@ def test_only_what_looks_at_data_needs_calibration() -> None:
     assert QuantizeOptions(method="fp8", granularity="tensor").needs_calibration
     only_weights = QuantizeOptions(method="fp8", granularity="tensor", weight_only=True)
     assert not only_weights.needs_calibration
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, IntegerWeights(8, None, "auto")),
+        ({"group_size": "row"}, IntegerWeights(8, None, "row")),
+        ({"symmetric": True, "group_size": 64}, IntegerWeights(8, True, 64)),
+        # Zero points that 4-bit weights are to have are none that an 8-bit head is to have.
+        ({"symmetric": False}, IntegerWeights(8, None, "auto")),
+        ({"symmetric": False, "bits": 8}, IntegerWeights(8, False, "auto")),
+        ({"formats": ("gptq",), "bits": 8}, IntegerWeights(8, True, "auto")),
+    ],
+)
+def test_a_head_has_the_groups_and_the_grid_of_the_run(
+    values: dict[str, Any], expected: IntegerWeights
+) -> None:
+    assert QuantizeOptions(method="rtn", lm_head=8, **values).schemes.head == expected
