@@ -97,6 +97,7 @@ class ModelFamily:
         attention_output: the last linear of attention; its parent puts out what it does.
         embedding: the table beside the blocks that a tied head is.
         ties_head: whether the head is tied where the config says nothing.
+        head: the name on disk of a head that is not tied.
     """
 
     model_type: str
@@ -112,6 +113,7 @@ class ModelFamily:
     attention_output: str = O
     embedding: str = "embed_tokens"
     ties_head: bool = False
+    head: str = "lm_head"
 
     @property
     def linears(self) -> tuple[str, ...]:

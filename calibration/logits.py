@@ -105,8 +105,7 @@ def _load_ends(
             load_weights(child, f"{trunk_name}.{name}", reader, device)
             child.to(device)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    (head_name,) = (name for name, module in model.named_modules() if module is head)
-    if reader.config.get("tie_word_embeddings", False) or f"{head_name}.weight" not in reader:
+    if reader.config.get("tie_word_embeddings", False) or f"{family.head}.weight" not in reader:
         head.weight = model.get_input_embeddings().weight  # type: ignore[operator]
     else:
-        load_weights(head, head_name, reader, device)
+        load_weights(head, family.head, reader, device)

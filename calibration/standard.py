@@ -19,7 +19,8 @@ from qtool.calibration.meta_model import build_on_meta
 from qtool.errors import ModelError
 from qtool.formats.checkpoint import CheckpointReader
 
-HEAD = "lm_head"
+# Names on disk of heads that are not tied; in memory all are the first.
+HEADS = ("lm_head", "embed_out")
 
 # What every size of a run is reckoned from.
 _KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -41,13 +42,15 @@ def family_of(reader: CheckpointReader) -> ModelFamily:
     path, blocks = _block_list(model, reader.config)
     _check_matrices(path, blocks, reader)
     trunk, _, _ = path.rpartition(".")
+    embedding, head = _ends(model, trunk, reader)
     return ModelFamily(
         model_type=str(reader.config["model_type"]),
         blocks=path,
         linear_groups=(groups := _trace(model, trunk, blocks[0], reader.config)),
         pairs=(),
         unclipped=groups[0],
-        embedding=_embedding(model, trunk, reader),
+        embedding=embedding,
+        head=head,
         ties_head=bool(model.config.tie_word_embeddings),  # type: ignore[union-attr]
     )
 
@@ -95,19 +98,21 @@ def _check_matrices(path: str, blocks: list[nn.Module], reader: CheckpointReader
                 )
 
 
-def _embedding(model: nn.Module, trunk: str, reader: CheckpointReader) -> str:
-    """Name of the embedding beside the blocks; the head is ``lm_head``, or that embedding."""
+def _ends(model: nn.Module, trunk: str, reader: CheckpointReader) -> tuple[str, str]:
+    """Names of the embedding beside the blocks and, on disk, of the head."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     names: dict[nn.Module | None, str] = {m: name for name, m in model.named_modules()}
     parent, _, name = names[table].rpartition(".")
     tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
-    needed = [f"{names[table]}.weight", *([] if tied else [f"{HEAD}.weight"])]
-    if names.get(head) != HEAD or parent != trunk or any(n not in reader for n in needed):
-        reason = f"the checkpoint has no {needed[-1]}, as transformers has"
+    found = [HEADS[0]] if tied else [h for h in HEADS if f"{h}.weight" in reader]
+    missing = [] if found else [f"{HEADS[0]}.weight"]
+    missing += [] if f"{names[table]}.weight" in reader else [f"{names[table]}.weight"]
+    if missing or parent != trunk or head is None:
+        reason = f"the checkpoint has no {missing[0] if missing else HEADS[0]}, as transformers has"
     elif tied and head.bias is not None:
         reason = "its head is its embedding and has a bias"
     else:
-        return name
+        return name, found[0]
     raise _no_standard(reader.config, reason)
 
 

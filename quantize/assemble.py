@@ -38,7 +38,7 @@ def outer_sources(job: Job) -> dict[str, TensorSource]:
     return {
         name: _stored_source(job, name)
         for name in _outer_names(job)
-        if not (drop_head and name == f"{HEAD}.weight")
+        if not (drop_head and name == f"{job.family.head}.weight")
     }
 
 
@@ -139,7 +139,7 @@ def cache_scales(job: Job, peaks: CachePeaks) -> dict[str, Tensor]:
 
 def num_parameters(job: Job) -> int:
     """Parameters of the original; a tied head is the embedding and counts once."""
-    twice = f"{HEAD}.weight" if _is_tied(job) else None
+    twice = f"{job.family.head}.weight" if _is_tied(job) else None
     return sum(math.prod(job.reader.shape(name)) for name in job.reader.names() if name != twice)
 
 
@@ -165,7 +165,9 @@ def result_config(job: Job) -> dict[str, Any]:
 
 def _quantization_block(job: Job, config: Mapping[str, Any]) -> dict[str, Any]:
     """How to read weights and cache; no module is named where all weights are as they were."""
-    linears = (HEAD, *linear_names(config, job.family), *job.family.router_names(config))
+    # A head has its name on disk for some loaders, and the one in memory for others.
+    heads = dict.fromkeys((HEAD, job.family.head))
+    linears = (*heads, *linear_names(config, job.family), *job.family.router_names(config))
     kept = [] if job.keeps_weights else [name for name in linears if name not in job.schemes]
     block = job.format.quantization_config(job.schemes, kept)
     if job.kv_scales:

@@ -76,8 +76,10 @@ def plan_schemes(
 
 def head_source(config: Mapping[str, Any], family: ModelFamily) -> str:
     """Name of the tensor that holds the head's weight: a tied head is the embedding."""
+    if not is_tied(config, family):
+        return f"{family.head}.weight"
     trunk = family.blocks.rpartition(".")[0]
-    return f"{trunk}.{family.embedding}.weight" if is_tied(config, family) else f"{HEAD}.weight"
+    return f"{trunk}.{family.embedding}.weight"
 
 
 def is_tied(config: Mapping[str, Any], family: ModelFamily) -> bool:

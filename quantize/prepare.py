@@ -25,7 +25,7 @@ from qtool.quantize.job import Job
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.output_formats import format_warnings, with_format
-from qtool.quantize.plan import check_not_quantized, linear_names, plan_schemes
+from qtool.quantize.plan import HEAD, check_not_quantized, linear_names, plan_schemes
 
 # Tokens of an evaluation window, where the model can take so many.
 EVAL_SEQ_LEN = 512
@@ -82,11 +82,7 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
         )
     family = family_of(reader)
     _require_pairs(family, options.method)
-    if options.kv_cache == FP8 and family.attention_output not in family.linears:
-        raise UsageError(
-            f"kv_cache={FP8!r}: of model_type={family.model_type!r} it is not known where engines "
-            "look for the scales of keys and values; leave it out"
-        )
+    _require_placed(family, options)
     schemes = plan_schemes(reader, reader.config, family, options.schemes)
     if schemes:
         _refuse_strays(reader, family)
@@ -120,6 +116,25 @@ def _refuse_strays(reader: CheckpointReader, family: ModelFamily) -> None:
             f"{strays[0]} and {len(strays) - 1} more tensors belong to none of the {len(counted)} "
             "blocks that config.json counts, and would be lost; correct num_hidden_layers, or "
             "delete what predicts further tokens"
+        )
+
+
+def _require_placed(family: ModelFamily, options: QuantizeOptions) -> None:
+    """Refuse what would be written under names that nobody reads.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    kind = f"of model_type={family.model_type!r}"
+    if options.kv_cache == FP8 and family.attention_output not in family.linears:
+        raise UsageError(
+            f"kv_cache={FP8!r}: {kind} it is not known where engines look for the scales of keys "
+            "and values; leave it out"
+        )
+    if options.lm_head is not None and family.head != HEAD:
+        raise UsageError(
+            f"lm_head={options.lm_head}: the head {kind} is {family.head} on disk, which no engine "
+            "is known to load quantized; leave it out"
         )
 
 

@@ -25,7 +25,7 @@ STANDARD = {
     "olmo2": {},
     "cohere": {},
     "stablelm": {"tie": False, "use_qkv_bias": True},
-    "gpt_neox": {},
+    "gpt_neox": {"tie": False},
 }
 
 
@@ -64,9 +64,17 @@ def test_every_linear_is_quantized_and_transformers_runs_what_was_measured(
     with CheckpointReader(folder) as reader:
         entries = reader.entries.items()
         matrices = {n.removesuffix(".weight") for n, entry in entries if len(entry.shape) == 2}
+    ignored = _ignored(tmp_path / "q")
+    assert "lm_head" in ignored and ("embed_out" in ignored) == (model_type == "gpt_neox")
     inside = {name for name in matrices if ".layers.1." in name}
     assert inside == {r["name"] for r in report["modules"] if ".layers.1." in r["name"]}
     _assert_loads_as_written(tmp_path / "q", folder)
+
+
+def _ignored(folder: Path) -> list[str]:
+    with CheckpointReader(folder) as reader:
+        names: list[str] = reader.config["quantization_config"]["ignore"]
+    return names
 
 
 def _assert_loads_as_written(result: Path, original: Path) -> None:
@@ -94,14 +102,21 @@ def test_methods_that_smooth_are_refused_and_others_named(
         plan_job(reader, QuantizeOptions(method=method, seq_len=64))
 
 
-def test_scales_of_a_cache_nobody_can_place_are_refused(
-    model_factory: Callable[..., Path],
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache": "fp8"}, "kv_cache='fp8': of model_type='gpt_neox' it is not known where"),
+        ({"lm_head": 8}, "lm_head=8: the head of model_type='gpt_neox' is embed_out on disk"),
+    ],
+)
+def test_what_nobody_would_read_is_refused(
+    options: dict[str, Any], message: str, model_factory: Callable[..., Path]
 ) -> None:
     with (
-        CheckpointReader(model_factory(model_type="gpt_neox")) as reader,
-        pytest.raises(UsageError, match="kv_cache='fp8': of model_type='gpt_neox' it is not known"),
+        CheckpointReader(model_factory(model_type="gpt_neox", tie=False)) as reader,
+        pytest.raises(UsageError, match=message),
     ):
-        plan_job(reader, QuantizeOptions(method="rtn", kv_cache="fp8", seq_len=64))
+        plan_job(reader, QuantizeOptions(method="rtn", seq_len=64, **options))
 
 
 @pytest.mark.parametrize("tie", [True, False])
