@@ -55,7 +55,7 @@ def test_every_linear_is_quantized_and_transformers_runs_what_was_measured(
     )
     done = _quantize(folder, tmp_path / "q", *options)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert f"model_type='{model_type}' has no row of its own" in done.stderr
+    assert f"model_type='{model_type}' is no family that qtool knows" in done.stderr
     report = json.loads((tmp_path / "q" / "qtool" / "report.json").read_text())
     inputs = " and rounded inputs" if "fp8" in options else ""
     engine = report["evaluation"]["engine"]
