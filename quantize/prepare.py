@@ -166,8 +166,9 @@ def plan_notes(job: Job, options: QuantizeOptions) -> tuple[str, ...]:
         return notes
     found = "; ".join(", ".join(group) for group in family.linear_groups)
     return (
-        f"model_type={family.model_type!r} is no family that qtool knows: its linears were found by "
-        f"running it without weights, in the order {found}; methods that smooth are not open to it",
+        f"model_type={family.model_type!r} is no family that qtool knows: its linears were found "
+        f"by running it without weights, in the order {found}; methods that smooth are not open to "
+        "it",
         *notes,
     )
 
