@@ -95,6 +95,9 @@ class ModelFamily:
         routers: linears that choose experts, never quantized.
         experts: names of a mixture of experts.
         attention_output: the last linear of attention; its parent puts out what it does.
+        embedding: the table beside the blocks that a tied head is.
+        ties_head: whether the head is tied where the config says nothing.
+        head: the name on disk of a head that is not tied.
     """
 
     model_type: str
@@ -108,6 +111,9 @@ class ModelFamily:
     routers: tuple[str, ...] = ()
     experts: ExpertNames | None = None
     attention_output: str = O
+    embedding: str = "embed_tokens"
+    ties_head: bool = False
+    head: str = "lm_head"
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -147,6 +153,7 @@ def _llama_shaped(
     mlp_norm: str = "post_attention_layernorm",
     norm_offset: float = 0.0,
     sums: Mapping[str, ResidualSum] = _SUMS,
+    ties_head: bool = False,
 ) -> ModelFamily:
     """``mlp_norm`` is the norm whose output the MLP reads directly."""
     return ModelFamily(
@@ -161,6 +168,7 @@ def _llama_shaped(
         ),
         sums=sums,
         norm_offset=norm_offset,
+        ties_head=ties_head,
     )
 
 
@@ -171,6 +179,7 @@ def _gemma_shaped(model_type: str) -> ModelFamily:
         mlp_norm="pre_feedforward_layernorm",
         norm_offset=1.0,
         sums=_SANDWICH_SUMS,
+        ties_head=True,
     )
 
 
@@ -210,7 +219,8 @@ def _mixture(model_type: str, experts: ExpertNames) -> ModelFamily:
 
 _QWEN_EXPERT = ("gate_proj", "up_proj", "down_proj")
 _ROWS = (
-    *map(_llama_shaped, ("llama", "mistral", "qwen2", "qwen3", "smollm3")),
+    *map(_llama_shaped, ("llama", "mistral", "qwen2", "qwen3")),
+    _llama_shaped("smollm3", ties_head=True),
     *map(_gemma_shaped, ("gemma2", "gemma3_text")),
     _fused("phi3"),
     _mixture("mixtral", ExpertNames("block_sparse_moe", "mlp", ("w1", "w3", "w2"))),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qtool.calibration.families import ModelFamily
 from qtool.calibration.meta_model import build_on_meta, load_weights
-from qtool.calibration.walk import Walk
+from qtool.calibration.walk import RoundInput, Walk
 from qtool.formats.checkpoint import CheckpointReader
 
 
@@ -77,12 +77,14 @@ def final_logits(
     device: torch.device,
     ids: Tensor,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    round_input: RoundInput | None = None,
 ) -> FinalLogits:
     """Run windows through a checkpoint block by block, for a model that fits nowhere whole.
 
-    ``progress`` is told the blocks done and their number.
+    ``progress`` is told the blocks done and their number; ``round_input`` is that of
+    :class:`~qtool.calibration.walk.Walk`.
     """
-    walk = Walk(reader, family, device, held_out=ids)
+    walk = Walk(reader, family, device, held_out=ids, round_input=round_input)
     count = len(family.block_prefixes(reader.config))
     with torch.no_grad():
         for index in range(count):
@@ -103,8 +105,7 @@ def _load_ends(
             load_weights(child, f"{trunk_name}.{name}", reader, device)
             child.to(device)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    (head_name,) = (name for name, module in model.named_modules() if module is head)
-    if reader.config.get("tie_word_embeddings", False) or f"{head_name}.weight" not in reader:
+    if reader.config.get("tie_word_embeddings", False) or f"{family.head}.weight" not in reader:
         head.weight = model.get_input_embeddings().weight  # type: ignore[operator]
     else:
-        load_weights(head, head_name, reader, device)
+        load_weights(head, family.head, reader, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch.overrides import TorchFunctionMode
 from qtool.calibration.experts import use_hub_names
 from qtool.calibration.families import FAMILIES
 from qtool.calibration.weights import read_weight
-from qtool.errors import ModelError
+from qtool.errors import CheckpointError, ModelError
 from qtool.formats.checkpoint import CheckpointReader
+
+# Of what transformers says it is the beginning that matters; it may list all its models.
+REASON_WIDTH = 300
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -42,14 +46,16 @@ def build_on_meta(folder: Path) -> nn.Module:
     Raises:
         ModelError: the config is not one transformers can build.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with _EmptyOnMeta():
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}: transformers cannot build this model ({error})") from None
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = shorten(str(error), REASON_WIDTH)
+        raise ModelError(f"{folder}: transformers cannot build this model ({reason})") from None
     if family := FAMILIES.get(config.model_type):
         use_hub_names(model, family)
     release_weights(model)
@@ -59,9 +65,20 @@ def build_on_meta(folder: Path) -> nn.Module:
 def load_weights(
     module: nn.Module, prefix: str, reader: CheckpointReader, device: torch.device
 ) -> None:
-    """Read a module's parameters and persistent buffers from the checkpoint, in float32."""
-    names = module.state_dict().keys()
-    weights = {name: read_weight(reader, f"{prefix}.{name}", device) for name in names}
+    """Read a module's parameters and persistent buffers from the checkpoint, in float32.
+
+    Raises:
+        CheckpointError: one is missing, or has another shape than the config says.
+        QuantizationError: one holds NaN or infinity.
+    """
+    weights = {}
+    for name, wanted in module.state_dict().items():
+        weights[name] = read_weight(reader, f"{prefix}.{name}", device)
+        if weights[name].shape != wanted.shape:
+            raise CheckpointError(
+                f"{prefix}.{name} has shape {list(weights[name].shape)}, and by config.json it has "
+                f"{list(wanted.shape)}: they are of different models; copy both again"
+            )
     reader.close()  # a memory map counts as memory as far as it was read
     module.load_state_dict(weights, assign=True)
 

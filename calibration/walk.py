@@ -35,6 +35,8 @@ from qtool.calibration.observers import AbsMax
 from qtool.calibration.products import exact_products
 from qtool.formats.checkpoint import CheckpointReader
 
+RoundInput = Callable[[str, Tensor], Tensor]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WalkState:
@@ -81,6 +83,8 @@ class Walk:
         originals: pass the samples through the original weights as well, for methods that make
             up for the error of earlier blocks.
         watch_cache: note the largest keys and values of the samples in every block.
+        round_input: what the linear of a full name makes of its input before it multiplies, for
+            checkpoints that round it.
         state: where to go on, with the same samples and windows; at the first block if ``None``.
 
     Raises:
@@ -98,10 +102,13 @@ class Walk:
         held_out: Tensor | None = None,
         originals: bool = False,
         watch_cache: bool = False,
+        round_input: RoundInput | None = None,
         state: WalkState | None = None,
     ) -> None:
         self._reader, self._device, self._watch_cache = reader, device, watch_cache
         self._model = build_on_meta(reader.folder)
+        if round_input is not None:
+            _round_inputs(self._model, round_input)
         self._prefixes = family.block_prefixes(reader.config)
         state = state or WalkState(0)
         self._index = state.index
@@ -200,6 +207,17 @@ class Walk:
             self._device,
             stream.originals,
         )
+
+
+def _round_inputs(model: nn.Module, round_input: RoundInput) -> None:
+    """Let every linear of a model see its input rounded."""
+
+    def rounded(name: str) -> Callable[[nn.Module, tuple[Any, ...]], Tensor]:
+        return lambda _, args: round_input(name, args[0])
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(rounded(name))
 
 
 def walk_blocks(

@@ -19,6 +19,7 @@ from qtool.quantize.estimate import Estimate, ModulePlan, estimate_run
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.prepare import Progress
+from qtool.quantize.skipped import skip_notes
 from qtool.runtime.capacity import available_cpu_memory
 from qtool.runtime.evaluate import evaluate
 
@@ -95,7 +96,7 @@ def _print(estimate: Estimate, options: QuantizeOptions, available: int) -> None
         console.out.print("weights: as they are")
     else:
         console.out.print(_module_table(estimate.modules))
-    for line in _skipped(estimate):
+    for line in skip_notes(estimate.skipped_pairs):
         console.out.print(line, highlight=False, markup=False)
     console.out.print(_phase_table(estimate))
     lines = [
@@ -125,15 +126,6 @@ def _module_table(modules: tuple[ModulePlan, ...]) -> Table:
     for (kind, shape, scheme, method), count in kinds.items():
         table.add_row(kind, str(count), " x ".join(map(str, shape)), scheme, method)
     return table
-
-
-def _skipped(estimate: Estimate) -> list[str]:
-    """Skipped pairs, those of all blocks with the same reason in one line."""
-    reasons: dict[str, list[str]] = {}
-    for pair in estimate.skipped_pairs:
-        kind = f"{pair.source.rpartition('.')[2]} -> {', '.join(pair.targets)}: {pair.reason}"
-        reasons.setdefault(kind, []).append(pair.source)
-    return [f"not smoothed: {reason} ({len(names)} blocks)" for reason, names in reasons.items()]
 
 
 def _phase_table(estimate: Estimate) -> Table:

@@ -1,7 +1,7 @@
 """The written checkpoint against the original: the runtime's figures for the offline half.
 
 The checkpoint runs in our engine. Where that does not run its family, transformers computes with
-the dequantized weights, and the report says so.
+the dequantized weights, on inputs rounded as the checkpoint says, and the report says so.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from qtool.calibration.families import find_family
 from qtool.calibration.logits import FinalLogits, final_logits
+from qtool.calibration.standard import family_of
 from qtool.errors import ModelError
 from qtool.formats.checkpoint import CONFIG_NAME, read_json
 from qtool.formats.dequantized import DequantizedReader
@@ -62,12 +62,18 @@ def _predictions(
     try:
         parse_decoder_config(read_json(folder / CONFIG_NAME))
     except ModelError:
-        with DequantizedReader(folder) as reader:
-            family = find_family(reader.config)
+        reader = DequantizedReader(folder)
+        with reader:
             final = final_logits(
-                reader, family, device, ids, lambda done, total: report("dequantize", done, total)
+                reader,
+                family_of(reader),
+                device,
+                ids,
+                lambda done, total: report("dequantize", done, total),
+                reader.round_input,
             )
-        return final, "transformers with dequantized weights, float32"
+        inputs = " and rounded inputs" if reader.rounds_inputs else ""
+        return final, f"transformers with dequantized weights{inputs}, float32"
     # The weights alone: what a plan of the cache costs is measured by itself.
     loading = ModelOptions(
         device=device.type, dtype="fp32", self_check=False, kv_cache_dtype=WIDE.name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.cache_peaks import CachePeaks
-from qtool.calibration.weights import to_stored
+from qtool.calibration.weights import check_scales, to_stored
 from qtool.errors import QuantizationError
 from qtool.formats import affine
 from qtool.formats.checkpoint import TensorSource
@@ -22,7 +22,7 @@ from qtool.formats.scheme import FLOAT8_MAX
 from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize.head import head_config, quantize_head
 from qtool.quantize.job import Job, QuantizedBlock
-from qtool.quantize.plan import HEAD, linear_names
+from qtool.quantize.plan import HEAD, is_tied, linear_names
 from qtool.quantize.report import PLAIN, ModuleRecord
 
 
@@ -38,7 +38,7 @@ def outer_sources(job: Job) -> dict[str, TensorSource]:
     return {
         name: _stored_source(job, name)
         for name in _outer_names(job)
-        if not (drop_head and name == f"{HEAD}.weight")
+        if not (drop_head and name == f"{job.family.head}.weight")
     }
 
 
@@ -53,7 +53,7 @@ def head_tensors(job: Job) -> tuple[dict[str, Tensor], list[ModuleRecord]]:
 
 
 def _is_tied(job: Job) -> bool:
-    return bool(job.reader.config.get("tie_word_embeddings", False))
+    return is_tied(job.reader.config, job.family)
 
 
 def _outer_names(job: Job) -> list[str]:
@@ -62,6 +62,7 @@ def _outer_names(job: Job) -> list[str]:
 
 
 def _packed(job: Job, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    check_scales(module, tensor.scales)
     if loss := scale_loss(job.format, tensor.scales):
         raise QuantizationError(
             f"{module}: {loss}, beyond its range; write {DEFAULT_FORMAT} instead of "
@@ -138,7 +139,7 @@ def cache_scales(job: Job, peaks: CachePeaks) -> dict[str, Tensor]:
 
 def num_parameters(job: Job) -> int:
     """Parameters of the original; a tied head is the embedding and counts once."""
-    twice = f"{HEAD}.weight" if _is_tied(job) else None
+    twice = f"{job.family.head}.weight" if _is_tied(job) else None
     return sum(math.prod(job.reader.shape(name)) for name in job.reader.names() if name != twice)
 
 
@@ -164,7 +165,9 @@ def result_config(job: Job) -> dict[str, Any]:
 
 def _quantization_block(job: Job, config: Mapping[str, Any]) -> dict[str, Any]:
     """How to read weights and cache; no module is named where all weights are as they were."""
-    linears = (HEAD, *linear_names(config, job.family), *job.family.router_names(config))
+    # A head has its name on disk for some loaders, and the one in memory for others.
+    heads = dict.fromkeys((HEAD, job.family.head))
+    linears = (*heads, *linear_names(config, job.family), *job.family.router_names(config))
     kept = [] if job.keeps_weights else [name for name in linears if name not in job.schemes]
     block = job.format.quantization_config(job.schemes, kept)
     if job.kv_scales:

@@ -49,12 +49,13 @@ def quantize_block(block: DecoderBlock, job: Job, recipe: Recipe) -> QuantizedBl
     block.keep_original()
     weights: dict[str, QuantizedTensor] = {}
     records: list[ModuleRecord] = []
-    for group in work.groups:
+    for groups in work.solve_passes if recipe.solve else [work.groups]:
         if recipe.solve:
-            work.observe_beside_original(group)
-        for name, tensor, record in _round_group(work, group, recipe):
-            weights[f"{block.prefix}.{name}"] = tensor
-            records.append(record)
+            work.observe_beside_original(groups)
+        for group in groups:
+            for name, tensor, record in _round_group(work, group, recipe):
+                weights[f"{block.prefix}.{name}"] = tensor
+                records.append(record)
     return QuantizedBlock(weights, tuple(records), changed)
 
 

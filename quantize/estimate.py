@@ -24,7 +24,7 @@ from qtool.quantize.kv_cache import describe_request
 from qtool.quantize.measure import Scorer, measure_phases
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import format_warnings, other_folders
+from qtool.quantize.output_formats import other_folders
 from qtool.quantize.phases import Phase, PhaseClock, resident_memory
 from qtool.quantize.plan import linear_names, weight_name
 from qtool.quantize.prepare import (
@@ -32,9 +32,12 @@ from qtool.quantize.prepare import (
     Progress,
     gather_texts,
     plan_job,
+    plan_notes,
     result_bytes,
     work_bytes,
 )
+from qtool.quantize.report import SkippedPair
+from qtool.quantize.skipped import skipped_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,6 @@ class ModulePlan:
     shape: tuple[int, ...]
     scheme: str
     method: str
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedPair:
-    """A smoothing pair that is not searched, and why."""
-
-    source: str
-    targets: tuple[str, ...]
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +131,8 @@ def estimate_run(
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
-        for warning in format_warnings(job, options.formats):
-            progress(Progress("format", 1, 1, warning))
+        for note in plan_notes(job, options):
+            progress(Progress("format", 1, 1, note))
         with clock.phase("calibration"):
             texts = gather_texts(
                 job, options, parts, sampler, progress, evaluate=scorer is not None
@@ -148,7 +142,7 @@ def estimate_run(
         phases = [*clock.phases, *measure_phases(job, texts, options, out, progress, scorer)]
         return Estimate(
             modules=_modules(job, options),
-            skipped_pairs=_skipped_pairs(job, options),
+            skipped_pairs=skipped_pairs(job, METHODS[options.method].recipe),
             phases=tuple(phases),
             result_bytes=result_bytes(job) * len(options.formats),
             work_bytes=work_bytes(job, texts, options),
@@ -176,17 +170,3 @@ def _obstacles(job: Job, size: int) -> list[str]:
     weights = {name: weight_name(name, config, job.family) for name in job.schemes}
     shapes = {name: job.reader.shape(weight) for name, weight in weights.items()}
     return obstacles(shapes, config, job.schemes, size)
-
-
-def _skipped_pairs(job: Job, options: QuantizeOptions) -> tuple[SkippedPair, ...]:
-    """Pairs a smoothing method cannot use: one side is not quantized, or the family cannot."""
-    if METHODS[options.method].recipe.smoothing is None:
-        return ()
-    skipped = [SkippedPair(place, (), reason) for place, reason in job.family.not_smoothed]
-    for prefix in job.family.block_prefixes(job.reader.config):
-        schemes = job.schemes_of(prefix)
-        for pair in job.family.pairs:
-            if unquantized := job.family.unquantized_sides(pair, schemes):
-                reason = f"{', '.join(unquantized)} stays as it is"
-                skipped.append(SkippedPair(f"{prefix}.{pair.source}", pair.targets, reason))
-    return tuple(skipped)

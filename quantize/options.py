@@ -48,7 +48,8 @@ class QuantizeOptions:
             format is ``fp8``. See :func:`~qtool.formats.scheme.fp8_scheme`.
         weight_only: of ``fp8``: leave inputs in 16 bits.
         layers: ``PATTERN=SCHEME`` overrides; see :mod:`qtool.quantize.schemes`.
-        lm_head: bits of the head's weight; ``None`` leaves it in 16 bits.
+        lm_head: bits of the head's weight, in groups of ``group_size``; ``None`` leaves it in 16
+            bits.
         kv_cache: how the cache of keys and values is to be stored, one of
             :data:`~qtool.formats.kv_plan.CHOICES`; ``None`` says nothing of it.
         kv_cache_loss: of ``kv_cache`` auto: what the cache may cost, as KL divergence from the same
@@ -197,8 +198,17 @@ class QuantizeOptions:
             ignore=self.ignore,
             skip_first=self.skip_first,
             skip_last=self.skip_last,
-            head=None if self.lm_head is None else IntegerWeights(self.lm_head, self._usual_grid),
+            head=self._head_scheme(),
         )
+
+    def _head_scheme(self) -> IntegerWeights | None:
+        """The head's groups are those asked for; its grid too, but 8 bits stay symmetric."""
+        if self.lm_head is None:
+            return None
+        same = self.lm_head == (self.bits or 4)
+        asked = self.symmetric if self.symmetric or same else None
+        grid = self._usual_grid if asked is None else asked
+        return IntegerWeights(self.lm_head, grid, self.group_size or "auto")
 
     def _default_scheme(self) -> SchemeAsked | None:
         family = METHODS[self.method].recipe.family

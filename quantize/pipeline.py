@@ -43,8 +43,9 @@ from qtool.quantize.kv_cache import (
     publish_plan,
     require_planner,
 )
+from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import format_warnings, other_folders
+from qtool.quantize.output_formats import other_folders
 from qtool.quantize.phases import PhaseClock
 from qtool.quantize.prepare import (
     Listener,
@@ -52,11 +53,13 @@ from qtool.quantize.prepare import (
     Texts,
     gather_texts,
     plan_job,
+    plan_notes,
     result_bytes,
     work_bytes,
 )
 from qtool.quantize.publish import publish
 from qtool.quantize.report import Evaluation, ModuleRecord, Report
+from qtool.quantize.skipped import skip_notes, skipped_pairs
 from qtool.quantize.verify import verify_loads, verify_tensors
 from qtool.quantize.work import WorkFolder, bytes_done
 
@@ -123,8 +126,9 @@ def quantize_model(
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
-        for warning in format_warnings(job, options.formats):
-            progress(Progress("format", 1, 1, warning))
+        skipped = skipped_pairs(job, METHODS[options.method].recipe)
+        for note in (*plan_notes(job, options), *skip_notes(skipped)):
+            progress(Progress("format", 1, 1, note))
         with clock.phase("calibration"):
             evaluate = evaluator is not None
             texts = gather_texts(job, options, parts, sampler, progress, evaluate=evaluate)
@@ -289,4 +293,5 @@ def _report(
         format=format_name(job),
         evaluation=evaluation,
         kv_cache=plan_record(plan),
+        skipped_pairs=skipped_pairs(job, METHODS[run.options.method].recipe),
     )

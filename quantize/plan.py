@@ -76,9 +76,15 @@ def plan_schemes(
 
 def head_source(config: Mapping[str, Any], family: ModelFamily) -> str:
     """Name of the tensor that holds the head's weight: a tied head is the embedding."""
-    tied = config.get("tie_word_embeddings", False)
+    if not is_tied(config, family):
+        return f"{family.head}.weight"
     trunk = family.blocks.rpartition(".")[0]
-    return f"{trunk}.embed_tokens.weight" if tied else f"{HEAD}.weight"
+    return f"{trunk}.{family.embedding}.weight"
+
+
+def is_tied(config: Mapping[str, Any], family: ModelFamily) -> bool:
+    """Whether the head is the embedding; configs may leave out what is usual in their family."""
+    return bool(config.get("tie_word_embeddings", family.ties_head))
 
 
 def weight_name(module: str, config: Mapping[str, Any], family: ModelFamily) -> str:

@@ -15,16 +15,17 @@ from qtool.calibration.data import (
     held_out_documents,
     load_tokenizer,
 )
-from qtool.calibration.families import find_family
+from qtool.calibration.families import ModelFamily
 from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
-from qtool.errors import UsageError
+from qtool.calibration.standard import family_of
+from qtool.errors import QuantizationError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.kv_plan import FP8
 from qtool.quantize.job import Job
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import with_format
-from qtool.quantize.plan import check_not_quantized, linear_names, plan_schemes
+from qtool.quantize.output_formats import format_warnings, with_format
+from qtool.quantize.plan import HEAD, check_not_quantized, linear_names, plan_schemes
 
 # Tokens of an evaluation window, where the model can take so many.
 EVAL_SEQ_LEN = 512
@@ -79,8 +80,12 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
             f"seq_len={options.seq_len}: the model was made for at most {longest} tokens; ask for "
             "shorter samples"
         )
-    family = find_family(reader.config)
+    family = family_of(reader)
+    _require_pairs(family, options.method)
+    _require_placed(family, options)
     schemes = plan_schemes(reader, reader.config, family, options.schemes)
+    if schemes:
+        _refuse_strays(reader, family)
     first = next(iter(schemes or linear_names(reader.config, family)))
     source = reader.dtype(f"{first}.weight")
     dtype = options.stored_dtype(source) if schemes else source
@@ -95,6 +100,77 @@ def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:
         key_peaks=options.smooths_keys,
     )
     return with_format(job, options.formats)
+
+
+def _refuse_strays(reader: CheckpointReader, family: ModelFamily) -> None:
+    """Refuse tensors of blocks that the config does not count, which no result would have.
+
+    Raises:
+        QuantizationError: naming the first of them.
+    """
+    counted = tuple(f"{prefix}." for prefix in family.block_prefixes(reader.config))
+    blocks = f"{family.blocks}."
+    strays = [n for n in reader.names() if n.startswith(blocks) and not n.startswith(counted)]
+    if strays:
+        raise QuantizationError(
+            f"{strays[0]} and {len(strays) - 1} more tensors belong to none of the {len(counted)} "
+            "blocks that config.json counts, and would be lost; correct num_hidden_layers, or "
+            "delete what predicts further tokens"
+        )
+
+
+def _require_placed(family: ModelFamily, options: QuantizeOptions) -> None:
+    """Refuse what would be written under names that nobody reads.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    kind = f"of model_type={family.model_type!r}"
+    if options.kv_cache == FP8 and family.attention_output not in family.linears:
+        raise UsageError(
+            f"kv_cache={FP8!r}: {kind} it is not known where engines look for the scales of keys "
+            "and values; leave it out"
+        )
+    if options.lm_head is not None and family.head != HEAD:
+        raise UsageError(
+            f"lm_head={options.lm_head}: the head {kind} is {family.head} on disk, which no engine "
+            "is known to load quantized; leave it out"
+        )
+
+
+def _require_pairs(family: ModelFamily, method: str) -> None:
+    """Refuse a method that smooths where nothing can be smoothed.
+
+    Raises:
+        UsageError: naming methods that need no smoothing.
+    """
+    if METHODS[method].recipe.smoothing is not None and not family.pairs:
+        kind = METHODS[method].recipe.family
+        others = [
+            name
+            for name, other in METHODS.items()
+            if other.recipe.family == kind and other.recipe.smoothing is None
+        ]
+        raise UsageError(
+            f"method={method!r}: smooths, and of model_type={family.model_type!r} it is not known "
+            f"through which norms that leaves the function as it is; use "
+            f"{', '.join(others or ['fp8', 'gptq'])}"
+        )
+
+
+def plan_notes(job: Job, options: QuantizeOptions) -> tuple[str, ...]:
+    """What a user should know of a plan before it is carried out, one sentence each."""
+    family = job.family
+    notes = format_warnings(job, options.formats)
+    if family.pairs or job.keeps_weights:
+        return notes
+    found = "; ".join(", ".join(group) for group in family.linear_groups)
+    return (
+        f"model_type={family.model_type!r} is no family that qtool knows: its linears were found "
+        f"by running it without weights, in the order {found}; methods that smooth are not open to "
+        "it",
+        *notes,
+    )
 
 
 def gather_texts(

@@ -86,6 +86,15 @@ def module_record(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SkippedPair:
+    """A smoothing pair that is not searched, and why."""
+
+    source: str
+    targets: tuple[str, ...]
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """The finished checkpoint against the original, on text that nothing was calibrated on.
@@ -125,6 +134,7 @@ class Report:
         evaluation: what quantized weights cost, or ``None`` where it was not measured.
         kv_cache: the plan of the cache (:class:`~qtool.formats.kv_plan.KVPlan`), and what it costs
             beside the weights; ``None`` where none was asked for.
+        skipped_pairs: smoothing pairs that the method left out.
     """
 
     method: str
@@ -142,6 +152,7 @@ class Report:
     format: str = DEFAULT_FORMAT
     evaluation: Evaluation | None = None
     kv_cache: Mapping[str, Any] | None = None
+    skipped_pairs: tuple[SkippedPair, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -208,7 +219,7 @@ def _summary_row(kind: str, records: list[ModuleRecord]) -> SummaryRow:
     return SummaryRow(
         kind=kind,
         count=len(records),
-        scheme=records[0].used,
+        scheme=", ".join(dict.fromkeys(r.used for r in records)),
         weight_error=sum(r.weight_error for r in records) / len(records),
         output_error=sum(outputs) / len(outputs) if outputs else None,
         worst=worst.name,

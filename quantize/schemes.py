@@ -30,20 +30,13 @@ FORMS = "w4, w8 (-sym, -asym, -g64, -row), w8a8 (-static), fp8 (-tensor, -block,
 class IntegerWeights:
     """Weight-only quantization whose group size may wait for the shapes.
 
-    ``symmetric`` ``None`` is asymmetric at 4 bits and symmetric at 8, where formats want it.
+    ``symmetric`` ``None`` is asymmetric at 4 bits and symmetric at 8, where fast kernels of other
+    engines take no zero points.
     """
 
     bits: int = 4
     symmetric: bool | None = None
     group_size: GroupSize = AUTO
-
-    def __post_init__(self) -> None:
-        if self.bits == 8 and self.symmetric is False:
-            raise UsageError(
-                "bits=8 with an asymmetric grid: 8-bit weights are symmetric in the formats other "
-                "engines load, whose fast kernels take zero points at 4 bits alone; ask for the "
-                "symmetric grid"
-            )
 
     @property
     def grid_is_symmetric(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.decoder_block import DecoderBlock
+from qtool.calibration.decoder_block import BATCH_TOKENS, DecoderBlock
 from qtool.calibration.families import (
     ModelFamily,
     ResidualSum,
@@ -22,7 +22,8 @@ from qtool.calibration.families import (
     value_channels,
 )
 from qtool.calibration.observers import AbsMax, CrossMoment, EveryNth, Hessian, MeanAbs
-from qtool.calibration.weights import to_stored
+from qtool.calibration.weights import check_scales, to_stored
+from qtool.formats import affine
 from qtool.formats.scheme import WeightScheme
 from qtool.quantize import smoothing
 from qtool.quantize.job import Job
@@ -108,11 +109,20 @@ class Workspace:
 
     @classmethod
     def of(cls, block: DecoderBlock, job: Job) -> Workspace:
-        """The block as it comes from the walk."""
+        """The block as it comes from the walk.
+
+        Raises:
+            QuantizationError: a weight whose scales the stored dtype cannot hold.
+        """
         schemes = job.schemes_of(block.prefix)
         config = job.reader.config
         widths = head_dim(config), value_channels(config)
-        return cls(block, job.family, schemes, job.dtype, *widths)
+        work = cls(block, job.family, schemes, job.dtype, *widths)
+        if job.dtype == torch.float16:  # the others reach as far as float32
+            for name, scheme in schemes.items():
+                scales, _ = affine.choose_grid(work.linear(name).weight, scheme, job.dtype)
+                check_scales(f"{block.prefix}.{name}", scales)
+        return work
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -134,39 +144,67 @@ class Workspace:
             inputs = Inputs(hessian.result(), peak.result(), hessian.tokens)
             self.inputs.update(dict.fromkeys(group, inputs))
 
-    def observe_beside_original(self, group: tuple[str, ...]) -> None:
-        """Measure the input of one group as the block now is, and against the original's.
+    @property
+    def solve_passes(self) -> list[list[tuple[str, ...]]]:
+        """Groups whose inputs are measured in one pass over the block before any is rounded.
 
-        It takes the place of all that was measured before, which no step looks at again.
+        One each, but for experts' last linears: no expert's input depends on another expert, and
+        a pass for each of 128 would run all of them 128 times.
+        """
+        passes: list[list[tuple[str, ...]]] = []
+        room = 0
+        for group in self.groups:
+            features = self.linear(group[0]).in_features
+            needed = 8 * features * (features + BATCH_TOKENS)  # moments and inputs, both models'
+            if self._is_last_of_expert(group) and room >= needed and passes:
+                passes[-1].append(group)
+            else:
+                passes.append([group])
+                room = KEPT_BYTES if self._is_last_of_expert(group) else 0
+            room -= needed
+        return passes
+
+    def _is_last_of_expert(self, group: tuple[str, ...]) -> bool:
+        experts = self.family.experts
+        return experts is not None and len(group) == 1 and group[0].startswith(f"{experts.module}.")
+
+    def observe_beside_original(self, groups: Sequence[tuple[str, ...]]) -> None:
+        """Measure the inputs of one pass's groups as the block now is, and against the original's.
+
+        They take the place of all that was measured before, which no step looks at again.
         """
         self.inputs.clear()
-        name = group[0]
-        hessian, peak, drift = Hessian(name), AbsMax(name), CrossMoment(name)
+        name, last = groups[0][0], groups[-1] == self.groups[-1]
+        observers = {g[0]: (Hessian(g[0]), AbsMax(g[0]), CrossMoment(g[0])) for g in groups}
+        # Experts, which alone share a pass, do not write the residual stream by themselves.
         shortfall, sum_ = CrossMoment(name), self.family.sums.get(name)
         places = [] if sum_ is None else [p for p in (sum_.stream, sum_.norm) if p is not None]
         kept: tuple[list[Tensor], list[Tensor]] = [], []
-        last, attention = group == self.groups[-1], name == self.family.attention_output
+        attention = name == self.family.attention_output
         small = self.block.num_tokens * self.linear(name).in_features * 4 <= KEPT_BYTES
         keeps = sum_ is not None and (attention or (last and small))
-        for now, then in self.block.beside_original([name, *places], last=last):
-            x = now[name]
+        for now, then in self.block.beside_original([*observers, *places], last=last):
+            for observed, (hessian, peak, drift) in observers.items():
+                x = now[observed]
+                hessian.update(x)
+                peak.update(x)
+                drift.update_pair(x, then[observed] - x)
             if keeps:
-                kept[0].append(x)
+                kept[0].append(now[name])
             if keeps and not last:
                 kept[1].append(then[name])
-            hessian.update(x)
-            peak.update(x)
-            drift.update_pair(x, then[name] - x)
             if sum_ is not None:
-                shortfall.update_pair(x, self._shortfall(sum_, now, then))
-        inputs = SolveInputs(
-            hessian.result(),
-            peak.result(),
-            hessian.tokens,
-            drift.result(),
-            None if sum_ is None else shortfall.result(),
-        )
-        self.inputs.update(dict.fromkeys(group, inputs))
+                shortfall.update_pair(now[name], self._shortfall(sum_, now, then))
+        for group in groups:
+            hessian, peak, drift = observers.pop(group[0])
+            inputs = SolveInputs(
+                hessian.result(),
+                peak.result(),
+                hessian.tokens,
+                drift.result(),
+                None if sum_ is None else shortfall.result(),
+            )
+            self.inputs.update(dict.fromkeys(group, inputs))
         if keeps and sum_ is not None:
             self.block.replay(name, *kept, norm=sum_.stream, attention=attention)
 

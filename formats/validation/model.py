@@ -18,6 +18,9 @@ from qtool.formats.validation.finding import Finding
 
 HEAD = "lm_head"
 
+# GPT-NeoX's on disk; every loader renames it.
+NEOX_HEAD = "embed_out"
+
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 # What vLLM takes as kv_cache_scheme.
@@ -70,7 +73,7 @@ def head(facts: Facts) -> Iterator[Finding]:
     tied = facts.config.get("tie_word_embeddings", facts.decoder.get("tie_word_embeddings"))
     parts = [name for name in facts.reader.entries if name.startswith(f"{HEAD}.")]
     where = f"{CONFIG_NAME}: tie_word_embeddings"
-    if tied is False and not parts:
+    if tied is False and not parts and f"{NEOX_HEAD}.weight" not in facts.reader.entries:
         yield Finding(
             "error",
             where,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from qtool.calibration.decoder_block import DecoderBlock
 from qtool.calibration.families import find_family
 from qtool.calibration.observers import AbsMax, MeanAbs
 from qtool.calibration.walk import walk_blocks
-from qtool.errors import CalibrationError, CheckpointError, QuantizationError
+from qtool.errors import CalibrationError, CheckpointError, ModelError, QuantizationError
 from qtool.formats.checkpoint import CheckpointReader
 from support.offline import OFFLINE_VARIANTS
 
@@ -158,6 +159,28 @@ def test_a_block_without_all_its_tensors_is_an_error(model_factory, ids: Tensor)
     del tensors["model.layers.0.self_attn.k_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_proj"):
+        next(_walk(folder, ids))
+
+
+def test_weights_of_another_shape_than_the_configs_are_an_error_that_names_both(
+    model_factory, ids: Tensor
+) -> None:
+    folder = model_factory()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}))
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj\.weight has shape \[128, 64\].*\[192, 64"
+    ):
+        next(_walk(folder, ids))
+
+
+def test_a_config_that_transformers_refuses_is_an_error_that_says_why(
+    model_factory, ids: Tensor
+) -> None:
+    folder = model_factory()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "small"}))
+    with pytest.raises(ModelError, match="transformers cannot build this model .*rms_norm_eps"):
         next(_walk(folder, ids))
 
 

@@ -124,10 +124,7 @@ def test_a_damaged_tensor_is_noticed_at_load_and_can_be_loaded_on_request(
 def test_a_family_that_our_engine_lacks_is_run_by_transformers_and_the_report_says_so(
     tiny_model_folder: Path, result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: object) -> None:
-        raise ModelError("not this one")
-
-    monkeypatch.setattr(quality, "parse_decoder_config", refuse)
+    monkeypatch.setattr(quality, "parse_decoder_config", _not_this_one)
     done = _quantize(tiny_model_folder, tmp_path / "q")
     assert done.exit_code == 0, (done.output, done.exception)
     ours, theirs = (
@@ -138,6 +135,38 @@ def test_a_family_that_our_engine_lacks_is_run_by_transformers_and_the_report_sa
     for key, value in ours["quality"].items():
         assert theirs["quality"][key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
     load_model(tmp_path / "q", CPU)  # its probe is right for our engine too
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--method", "smoothquant", "--activations", "static"),
+        ("--method", "fp8", "--granularity", "tensor"),
+        ("--method", "gptq", "--layer", "down_proj=fp8", "--layer", "o_proj=w8a8"),
+    ],
+    ids=" ".join,
+)
+def test_transformers_rounds_inputs_as_our_engine_does(
+    options: tuple[str, ...],
+    model_factory: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, found = model_factory(intermediate_size=256), {}
+    for engine in ("qtool ", "transformers with dequantized weights and rounded inputs"):
+        out = tmp_path / engine[:5]
+        assert _quantize(folder, out, *options).exit_code == 0
+        evaluation = _json(out / "qtool" / "report.json")["evaluation"]
+        assert evaluation["engine"].startswith(engine)
+        found[engine] = evaluation["quality"]["kl"], evaluation["quality"]["nll"]
+        monkeypatch.setattr(quality, "parse_decoder_config", _not_this_one)
+    ours, theirs = found.values()
+    # A value between two codes falls to either side: of 8-bit inputs, a matter of a few percent.
+    assert theirs == pytest.approx(ours, rel=0.1) and ours[0] > 0
+
+
+def _not_this_one(_: object) -> None:
+    raise ModelError("not this one")
 
 
 def test_without_windows_nothing_is_compared(tiny_model_folder: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_what_writes_the_residual_stream_is_moved_to_undo_its_error(
         block.keep_original()
         for name in work.family.sums:
             before = _stream_error(block, original)
-            work.observe_beside_original((name,))
+            work.observe_beside_original([(name,)])
             inputs = work.inputs[name]
             assert isinstance(inputs, SolveInputs) and inputs.shortfall is not None
             weight = work.linear(name).weight
@@ -139,7 +139,7 @@ def test_where_nothing_was_rounded_before_there_is_nothing_to_make_up_for(
         work = Workspace.of(block := next(iter(job.blocks(originals=True))), job)
         block.keep_original()
         for group in work.groups:
-            work.observe_beside_original(group)
+            work.observe_beside_original([group])
             inputs = work.inputs[group[0]]
             assert isinstance(inputs, SolveInputs)
             assert not inputs.drift.any()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -28,6 +29,7 @@ from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize import smoothing
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import quantize_model
+from qtool.quantize.workspace import Workspace
 from qtool.runtime.loaded_model import load_model
 from qtool.runtime.options import ModelOptions
 from qtool.runtime.weight_source import WeightSource
@@ -173,6 +175,60 @@ def test_routers_are_named_as_not_quantized_and_keep_their_bits(
         for router in routers:
             assert router in ignored
             assert torch.equal(source.get(f"{router}.weight"), result.get(f"{router}.weight"))
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_an_expert_that_no_token_is_sent_to_is_calibrated_on_all_of_them(
+    variant: str, model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = model_factory(**OFFLINE_VARIANTS[variant] | {"num_local_experts": 5})
+    with CheckpointReader(folder) as reader:
+        family = find_family(reader.config)
+    assert family.experts is not None
+    router = f"{family.blocks}.0.{family.routers[0]}.weight"
+    tensors = load_file(folder / "model.safetensors")
+    # Of a, -a, b and -b two logits are positive, whatever the token: the fifth expert's is 0.
+    a, zero, b = tensors[router][0], torch.zeros(64), tensors[router][3]
+    tensors[router] = torch.stack((a, zero, -a, b, -b))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    data = {"calibration": (__file__,), "samples": 2, "seq_len": 32, "device": "cpu"}
+    options = QuantizeOptions(method="gptq", group_size=32, strict=True, **data)
+    report = quantize_model(folder, tmp_path / "q", options)
+    names = {f"{family.blocks}.0.{name}" for name in family.experts.linears(1)}
+    unseen = [record for record in report.modules if record.name in names]
+    assert len(unseen) == 3
+    for record in unseen:
+        assert record.tokens == 64 and record.fallback is None
+        assert record.output_error is not None and 0 < record.output_error < record.weight_error
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe"])
+def test_experts_measured_in_one_pass_become_what_they_become_one_by_one(
+    variant: str,
+    model_factory: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = model_factory(**OFFLINE_VARIANTS[variant])
+    passes: list[int] = []
+    observe = Workspace.observe_beside_original
+
+    def watched(work: Workspace, groups: list[tuple[str, ...]]) -> None:
+        passes.append(len(groups))
+        observe(work, groups)
+
+    monkeypatch.setattr(Workspace, "observe_beside_original", watched)
+    data = {"calibration": (__file__,), "samples": 3, "seq_len": 32, "device": "cpu"}
+    options = QuantizeOptions(method="gptq", group_size=32, **data)
+    files = []
+    for room in (2**30, 0):
+        monkeypatch.setattr("qtool.quantize.workspace.KEPT_BYTES", room)
+        quantize_model(folder, tmp_path / str(room), options)
+        files.append((tmp_path / str(room) / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+    groups = {"mixtral": (3, 4), "qwen2_moe": (4, 6)}[variant]  # before the last linears, and those
+    together, alone = [*[1] * groups[0], groups[1]] * 2, [1] * sum(groups) * 2
+    assert passes == together + alone
 
 
 def test_blocks_of_two_kinds_are_refused_by_the_name_of_the_key() -> None:

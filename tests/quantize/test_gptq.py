@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtool.formats.scheme import WeightScheme, weight_scheme
+from qtool.formats.scheme import WeightScheme, fp8_scheme, w8a8_scheme, weight_scheme
 from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize import gptq
 from qtool.quantize.awq import output_error
@@ -18,6 +18,11 @@ SCHEMES = [
     weight_scheme(4, False, None),
     weight_scheme(8, True, 32),
     weight_scheme(8, True, None),
+    weight_scheme(8, False, 64),
+    w8a8_scheme(),
+    fp8_scheme("tensor", weight_only=True),
+    fp8_scheme("channel"),
+    fp8_scheme("block"),
 ]
 
 
@@ -48,16 +53,20 @@ def _ref_solve(weight: Tensor, hessian: Tensor, nearest: QuantizedTensor) -> Ten
     scheme = nearest.scheme
     w, h = weight.double().clone(), hessian.double().clone()
     columns = w.shape[1]
-    width = scheme.block_shape(nearest.shape)[1]
+    rows, width = scheme.block_shape(nearest.shape)
+    grid = [g.repeat_interleave(rows, 0)[: len(w)] for g in (nearest.scales, nearest.zeros)]
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True).tolist()
     h += torch.eye(columns).double() * 0.01 * h.diagonal().mean()
     inverse = torch.linalg.inv(h)
     codes = torch.zeros(weight.shape)
     free = list(order)
     for column in order:
-        scale = nearest.scales[:, column // width].double()
-        zero = nearest.zeros[:, column // width].double()
-        code = ((w[:, column] / scale).round() + zero).clamp(0, 2**scheme.bits - 1)
+        scale, zero = (g[:, column // width].double() for g in grid)
+        steps = w[:, column] / scale
+        if scheme.type == "float":
+            code = steps.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+        else:
+            code = (steps.round() + zero).clamp(0, 2**scheme.bits - 1)
         codes[:, column] = code
         error = (w[:, column] - (code - zero) * scale) / inverse[column, column]
         w[:, free] -= error.unsqueeze(1) * inverse[column, free]
@@ -84,9 +93,13 @@ def test_codes_are_those_of_a_plain_elimination(scheme: WeightScheme) -> None:
 
 
 def _dequantize(codes: Tensor, nearest: QuantizedTensor) -> Tensor:
-    width = nearest.scheme.block_shape(nearest.shape)[1]
-    scales = nearest.scales.float().repeat_interleave(width, 1)
-    return scales * (codes - nearest.zeros.float().repeat_interleave(width, 1))
+    rows, width = nearest.scheme.block_shape(nearest.shape)
+    scales, zeros = (
+        grid.float().repeat_interleave(rows, 0).repeat_interleave(width, 1)
+        for grid in (nearest.scales, nearest.zeros)
+    )
+    found = tuple(slice(size) for size in codes.shape)
+    return scales[found] * (codes - zeros[found])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:3], ids=WeightScheme.describe)

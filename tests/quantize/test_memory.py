@@ -103,10 +103,10 @@ def test_the_original_is_gone_before_a_blocks_last_solve(
     gone: list[bool] = []
     observe = Workspace.observe_beside_original
 
-    def watched(work: Workspace, group: tuple[str, ...]) -> None:
+    def watched(work: Workspace, groups: list[tuple[str, ...]]) -> None:
         assert work.block.original is not None
         original = weakref.ref(work.block.original)
-        observe(work, group)
+        observe(work, groups)
         gone.append(original() is None)
 
     monkeypatch.setattr(Workspace, "observe_beside_original", watched)
@@ -123,9 +123,9 @@ def test_no_file_of_the_source_is_mapped_while_a_block_is_worked_on(
     mapped: list[bool] = []
     observe = Workspace.observe_beside_original
 
-    def watched(work: Workspace, group: tuple[str, ...]) -> None:
+    def watched(work: Workspace, groups: list[tuple[str, ...]]) -> None:
         mapped.append(str(source) in MAPS.read_text())
-        observe(work, group)
+        observe(work, groups)
 
     monkeypatch.setattr(Workspace, "observe_beside_original", watched)
     _quantize(source, tmp_path, "gptq", lambda _: None)

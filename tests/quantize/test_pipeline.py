@@ -186,7 +186,7 @@ def test_progress_counts_up_to_the_number_of_blocks(
         ({"group_size": 48}, QError, "48 does not divide"),
         ({"calibration": ("/nowhere.txt",)}, CalibrationError, "does not exist"),
         ({"samples": 10**6}, CalibrationError, "tokens"),
-        ({"bits": 8, "symmetric": False}, UsageError, "symmetric"),
+        ({"bits": 3}, UsageError, "portable widths are 4 and 8"),
     ],
 )
 def test_what_cannot_work_is_refused_before_work_and_leaves_nothing(
@@ -256,6 +256,77 @@ def test_a_weight_that_is_not_finite_is_named_and_nothing_is_left(
     with pytest.raises(QError, match=name.replace(".", r"\.")):
         quantize_model(folder, tmp_path / "q", _options(method))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_a_scale_beyond_float16_is_named_before_it_spoils_anything(
+    method: str, model_factory: ModelFactory, tmp_path: Path
+) -> None:
+    folder = model_factory()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_proj.weight"][3, 5] = 2e6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    rule = r"layers\.0\.mlp\.gate_proj: .* a scale is beyond torch\.float16; .*--dtype bf16"
+    with pytest.raises(QError, match=rule):
+        quantize_model(folder, tmp_path / "q", _options(method, dtype="fp16"))
+    assert list(tmp_path.iterdir()) == []
+    quantize_model(folder, tmp_path / "q", _options(method, dtype="bf16"))
+    assert all(weight.isfinite().all() for weight in _dequantized(tmp_path / "q").values())
+
+
+def test_what_is_not_finite_is_not_said_to_be_too_large(
+    model_factory: ModelFactory, tmp_path: Path
+) -> None:
+    folder = model_factory()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QError, match="embed_tokens.weight holds 1 values that are NaN"):
+        quantize_model(folder, tmp_path / "q", _options("rtn"))
+
+
+def test_blocks_that_the_config_does_not_count_are_refused_and_not_lost(
+    model_factory: ModelFactory, tmp_path: Path
+) -> None:
+    folder = model_factory()
+    tensors = load_file(folder / "model.safetensors")
+    ahead = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items()}
+    save_file(tensors | ahead, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QError, match=r"model\.layers\.2\..* and 8 more tensors .* of the 2 blocks"):
+        quantize_model(folder, tmp_path / "q", _options("rtn"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("method", "group_size"),
+    [
+        *(("rtn", size) for size in (32, 64, 128, "row")),
+        *(("rtn+clip", 64), ("gptq", 32), ("awq", 128), ("awq+gptq", "row")),
+    ],
+)
+def test_every_grid_of_weights_goes_through_every_method_and_the_files(
+    method: str,
+    group_size: int | str,
+    symmetric: bool,
+    bits: int,
+    model_factory: ModelFactory,
+    tmp_path: Path,
+) -> None:
+    folder = model_factory(layers=1, hidden_size=128)
+    asked = {"bits": bits, "symmetric": symmetric, "group_size": group_size}
+    options = _options(method, **asked, eval_windows=0, strict=True)
+    report = quantize_model(folder, tmp_path / "q", options)
+    span = "channel" if group_size == "row" else f"g{group_size}"
+    words = f"W{bits} {'sym' if symmetric else 'asym'} {span} {method}"
+    assert {record.used for record in report.modules} == {words}
+    source, found = load_file(folder / "model.safetensors"), _dequantized(tmp_path / "q")
+    for name in (record.name for record in report.modules):
+        if method in ("rtn", "rtn+clip"):  # others rewrite what they round
+            original = source[f"{name}.weight"]
+            error = float((found[f"{name}.weight"] - original).norm() / original.norm())
+            assert error < (0.15 if bits == 4 else 0.01), name
 
 
 def test_a_stop_in_the_middle_leaves_the_finished_blocks_and_nothing_like_a_model(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from qtool.formats.scheme import WeightScheme
+from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.pipeline import Progress, quantize_model
 from qtool.quantize.report import ModuleRecord, Report, module_record, summary_rows
 from qtool.quantize.rtn import quantize_rtn
 
@@ -69,3 +73,28 @@ def test_a_report_is_json() -> None:
     values = json.loads(json.dumps(_report(_record("a", 0.1)).to_dict()))
     assert values["bits_per_weight"] == 4.5
     assert values["modules"][0]["fallback"] is None
+
+
+def test_pairs_that_were_left_out_are_said_in_the_run_and_in_the_report(
+    model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = model_factory(
+        model_type="qwen3_moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    data = {"calibration": (__file__,), "samples": 2, "seq_len": 32, "device": "cpu"}
+    options = QuantizeOptions(group_size=32, ignore=("layers.1.self_attn",), **data)
+    notes: list[str] = []
+
+    def listen(step: Progress) -> None:
+        if step.phase == "format":
+            notes.append(step.detail)
+
+    report = quantize_model(folder, tmp_path / "q", options, listen)
+    assert [(pair.source, pair.targets) for pair in report.skipped_pairs] == [
+        ("post_attention_layernorm -> mlp.experts", ()),
+        ("model.layers.1.input_layernorm", tuple(f"self_attn.{n}_proj" for n in "qkv")),
+        ("model.layers.1.self_attn.v_proj", ("self_attn.o_proj",)),
+    ]
+    assert "the norm also feeds the router" in notes[0] and len(notes) == 3
+    assert notes[2].startswith("not smoothed: v_proj -> self_attn.o_proj: self_attn.o_proj, ")
+    assert report.to_dict()["skipped_pairs"][2]["reason"].endswith("stays as it is")

@@ -19,6 +19,7 @@ from qtool.quantize.schemes import IntegerWeights, Override, parse_override, par
         ("W8", IntegerWeights(8)),
         ("w4-sym-g32", IntegerWeights(4, True, 32)),
         ("w4-row-asym", IntegerWeights(4, False, "row")),
+        ("w8-asym-g32", IntegerWeights(8, False, 32)),
         ("w8a8", w8a8_scheme()),
         ("w8a8-static", w8a8_scheme(static=True)),
         ("fp8", fp8_scheme("channel")),
@@ -39,7 +40,6 @@ def test_words_become_schemes(text: str, expected: Any) -> None:
         ("w4-sym-asym", "sym and asym contradict"),
         ("w4-g32-row", "contradict"),
         ("w4-g0", "'g0' has no meaning"),
-        ("w8-asym", "8-bit weights are symmetric"),
         ("w8a8-g64", "'g64' has no meaning"),
         ("fp8-sym", "'sym' has no meaning"),
         ("fp8-block-tensor", "contradict"),
@@ -94,3 +94,21 @@ def test_only_what_looks_at_data_needs_calibration() -> None:
     assert QuantizeOptions(method="fp8", granularity="tensor").needs_calibration
     only_weights = QuantizeOptions(method="fp8", granularity="tensor", weight_only=True)
     assert not only_weights.needs_calibration
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, IntegerWeights(8, None, "auto")),
+        ({"group_size": "row"}, IntegerWeights(8, None, "row")),
+        ({"symmetric": True, "group_size": 64}, IntegerWeights(8, True, 64)),
+        # Zero points that 4-bit weights are to have are none that an 8-bit head is to have.
+        ({"symmetric": False}, IntegerWeights(8, None, "auto")),
+        ({"symmetric": False, "bits": 8}, IntegerWeights(8, False, "auto")),
+        ({"formats": ("gptq",), "bits": 8}, IntegerWeights(8, True, "auto")),
+    ],
+)
+def test_a_head_has_the_groups_and_the_grid_of_the_run(
+    values: dict[str, Any], expected: IntegerWeights
+) -> None:
+    assert QuantizeOptions(method="rtn", lm_head=8, **values).schemes.head == expected

@@ -25,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rtn W4 sym row": {"method": "rtn", "group_size": "row", "symmetric": True},
     "rtn W8 sym g32": {"method": "rtn", "bits": 8, "group_size": 32},
     "rtn W8 sym row": {"method": "rtn", "bits": 8, "group_size": "row"},
+    "gptq W8 asym g32": {"method": "gptq", "bits": 8, "symmetric": False, "group_size": 32},
+    "rtn W8 asym row": {"method": "rtn", "bits": 8, "symmetric": False, "group_size": "row"},
 }
 
 
