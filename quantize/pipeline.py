@@ -7,6 +7,7 @@ of this is done, and a run that is stopped goes on from the last finished block.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -279,7 +280,7 @@ def _report(
         )
     return Report(
         method=run.options.method,
-        scheme=None if job.keeps_weights else next(iter(job.schemes.values())).to_dict(),
+        scheme=_usual_scheme(job),
         dtype=str(job.dtype).removeprefix("torch."),
         calibration=run.texts.manifest,
         modules=tuple(records),
@@ -295,3 +296,9 @@ def _report(
         kv_cache=plan_record(plan),
         skipped_pairs=skipped_pairs(job, METHODS[run.options.method].recipe),
     )
+
+
+def _usual_scheme(job: Job) -> dict[str, Any] | None:
+    """The scheme of most modules."""
+    counts = Counter(job.schemes.values()).most_common(1)
+    return counts[0][0].to_dict() if counts else None

@@ -94,6 +94,10 @@ def weight_name(module: str, config: Mapping[str, Any], family: ModelFamily) -> 
 
 def _overridden(override: Override, names: Sequence[str], ignored: Set[str]) -> list[str]:
     """Linears that get an override's scheme."""
+    if override.pattern == HEAD:
+        raise QuantizationError(
+            f"layer={HEAD!r}: means linears of blocks; the head has --lm-head BITS"
+        )
     meant = select([override.pattern], names, option="layer")
     found = [name for name in names if name in meant and name not in ignored]
     if not found:

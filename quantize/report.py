@@ -119,7 +119,7 @@ class Report:
 
     Attributes:
         method: name of the method.
-        scheme: ``WeightScheme.to_dict`` of the modules' scheme; ``None`` where none is quantized.
+        scheme: ``WeightScheme.to_dict`` of most modules' scheme; ``None`` where none is quantized.
         dtype: dtype of scales and of everything that is not quantized.
         calibration: manifest of the token blocks, or ``None`` without calibration.
         modules: one record a quantized linear, in model order; none where weights are as they were.

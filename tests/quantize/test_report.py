@@ -98,3 +98,12 @@ def test_pairs_that_were_left_out_are_said_in_the_run_and_in_the_report(
     assert "the norm also feeds the router" in notes[0] and len(notes) == 3
     assert notes[2].startswith("not smoothed: v_proj -> self_attn.o_proj: self_attn.o_proj, ")
     assert report.to_dict()["skipped_pairs"][2]["reason"].endswith("stays as it is")
+
+
+def test_the_scheme_of_a_report_is_that_of_most_modules(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    options = QuantizeOptions(method="rtn", group_size=32, layers=("re:.*[qkv]_proj=w8",))
+    report = quantize_model(tiny_model_folder, tmp_path / "q", options)
+    assert report.modules[0].used == "W8 sym g64 rtn"
+    assert report.scheme is not None and report.scheme["bits"] == 4
