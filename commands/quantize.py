@@ -93,6 +93,11 @@ def _show(report: Report, source: Path, out: Path, show: console.Show) -> None:
             f"{name}: activations reach {report.activation_peaks[name]:.0f}; beyond "
             f"{FLOAT16_SAFE:.0f} float16 may overflow: serve this model in bfloat16"
         )
+    if report.evaluation is not None and report.calibrated_on_held_out:
+        show.note(
+            f"{report.evaluation.text} was calibrated on and compared on: other text may lose "
+            "more; give another --eval-text"
+        )
     for record in report.fallbacks:
         show.note(f"{record.name}: {record.used} instead of {record.asked} ({record.fallback})")
     phases = read_json(out / RUN_PATH)["phases"]
