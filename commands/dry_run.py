@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import SampleRequest, read_mix
-from qtool.commands import cache_plan, console
+from qtool.commands import cache_plan, console, native_code
 from qtool.commands.self_text import sample_blocks
 from qtool.errors import QuantizationError
 from qtool.formats.model_source import resolve_model
@@ -36,6 +36,7 @@ def run(
     with show.status(f"resolving {model}"):
         source = resolve_model(model)
     cache_plan.require_runtime(source, options.kv_cache)
+    native_code.ready(options, show)
     available = available_cpu_memory()
     with show.steps() as steps:
 

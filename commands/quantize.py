@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import SampleRequest, read_mix
-from qtool.commands import cache_plan, console, quality
+from qtool.commands import cache_plan, console, native_code, quality
 from qtool.commands.self_text import sample_blocks
 from qtool.formats.checkpoint import read_json
 from qtool.formats.kv_plan import KVPlan
@@ -37,6 +37,7 @@ def run(
     with show.status(f"resolving {model}"):
         source = resolve_model(model)
     cache_plan.require_runtime(source, options.kv_cache)
+    native_code.ready(options, show)
     with _stop_explained(out, show), show.steps() as steps:
 
         def update(progress: Progress) -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from qtool.cli import main
-from qtool.commands import dry_run
+from qtool.commands import dry_run, native_code
 from qtool.formats.packaged import PACKAGED
 
 
@@ -115,6 +115,31 @@ def test_what_does_not_fit_is_shown_and_then_an_error(
 def test_what_stops_the_run_stops_the_forecast(tiny_model_folder: Path, tmp_path: Path) -> None:
     result = _dry_run(tiny_model_folder, tmp_path / "q", "--group-size", "48")
     assert result.exit_code == 1 and "48 does not divide" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "compiles"),
+    [
+        (["--method", "awq"], True),
+        (["--method", "awq", "--eval-windows", "0"], False),
+        (["--method", "none", "--kv-cache", "int8"], False),
+    ],
+    ids=["evaluated", "not evaluated", "weights as they are"],
+)
+def test_what_the_run_would_compile_is_compiled_before_it_is_forecast(
+    options: list[str],
+    compiles: bool,
+    tiny_model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[bool] = []
+    monkeypatch.setattr(native_code, "will_compile", lambda: True)
+    monkeypatch.setattr(native_code, "load_native", lambda: built.append(True))
+    result = _dry_run(tiny_model_folder, tmp_path / "q", *options)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert built == [True] * compiles
+    assert ("compiling the native CPU code, once" in result.stderr) == compiles
 
 
 def _alone(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
