@@ -19,8 +19,8 @@ from qtool.formats.model_source import resolve_model
 from qtool.quantize.card import command_line, public_name
 from qtool.quantize.kv_cache import CacheTask
 from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.phases import RUN_PATH
 from qtool.quantize.pipeline import Evaluated, Origin, Progress, quantize_model
-from qtool.quantize.publish import RUN_PATH
 from qtool.quantize.report import FLOAT16_SAFE, Report, summary_rows
 from qtool.quantize.work import work_path
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.calibration.mix import Part, Sampler
-from qtool.formats.checkpoint import CheckpointReader, check_target
+from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.tensor_parallel import SIZES, obstacles
 from qtool.formats.writer import existing_parent
 from qtool.quantize.fingerprint import run_fingerprint
@@ -24,12 +24,13 @@ from qtool.quantize.kv_cache import describe_request
 from qtool.quantize.measure import Scorer, measure_phases
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import format_warnings, other_folders
+from qtool.quantize.output_formats import format_warnings
 from qtool.quantize.phases import Phase, PhaseClock, resident_memory
 from qtool.quantize.plan import linear_names, weight_name
 from qtool.quantize.prepare import (
     Listener,
     Progress,
+    check_targets,
     gather_texts,
     plan_job,
     result_bytes,
@@ -131,8 +132,7 @@ def estimate_run(
     Raises:
         QtoolError: whatever would stop the run before its first block.
     """
-    for folder in (out, *other_folders(out, options.formats).values()):
-        check_target(folder, source, options.overwrite)
+    check_targets(source, out, options)
     resident = resident_memory()
     clock = PhaseClock()
     with CheckpointReader(source) as reader:

@@ -21,7 +21,6 @@ from qtool.formats.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     check_free_space,
-    check_target,
 )
 from qtool.formats.convert import convert_checkpoint
 from qtool.formats.kv_plan import KVPlan
@@ -44,13 +43,15 @@ from qtool.quantize.kv_cache import (
     require_planner,
 )
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import format_warnings, other_folders
+from qtool.quantize.output_formats import format_warnings
 from qtool.quantize.phases import PhaseClock
 from qtool.quantize.prepare import (
     Listener,
     Progress,
     Texts,
+    check_targets,
     gather_texts,
+    may_replace,
     plan_job,
     result_bytes,
     work_bytes,
@@ -117,9 +118,7 @@ def quantize_model(
             calibration data are checked before work that takes long; ``out`` is then untouched.
     """
     require_planner(options, planner)
-    others = other_folders(out, options.formats)
-    for folder in (out, *others.values()):
-        check_target(folder, source, options.overwrite)
+    folders = check_targets(source, out, options)
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
@@ -136,17 +135,23 @@ def quantize_model(
         with WorkFolder(out, fingerprint, restart=options.restart) as work:
             with clock.phase("quantize"), _hopeless_runs_removed(work):
                 quantize_blocks(job, texts, options, work, progress)
-            with CheckpointWriter(out, overwrite=options.overwrite) as writer:
+            with CheckpointWriter(out, overwrite=may_replace(out, out, options)) as writer:
                 origin = origin or _origin(source, options)
                 run = _Run(options, job, texts, work, clock, origin)
                 report = _finish(run, writer, progress, evaluator, planner)
-            for name, folder in others.items():
-                convert_checkpoint(
-                    out, folder, name, overwrite=options.overwrite, progress=_told(progress, name)
-                )
-                progress(Progress("format", 1, 1, f"{folder}: the same weights as {name}"))
+            for name in options.formats[1:]:
+                _convert(out, folders[name], name, options, progress)
             work.discard()
     return report
+
+
+def _convert(
+    out: Path, folder: Path, name: str, options: QuantizeOptions, progress: Listener
+) -> None:
+    """The published result in another format."""
+    overwrite = may_replace(folder, out, options)
+    convert_checkpoint(out, folder, name, overwrite=overwrite, progress=_told(progress, name))
+    progress(Progress("format", 1, 1, f"{folder}: the same weights as {name}"))
 
 
 def _told(progress: Listener, name: str) -> Callable[[str, int, int, str], None]:
@@ -190,7 +195,7 @@ def _finish(
     publish_plan(writer, plan)
     report = _report(run, head, writer, found, plan)
     probe = None if found is None else found.probe
-    missing = publish(writer, report, probe, run.clock.phases)
+    missing = publish(writer, report, probe, run.clock.phases, run.work.run)
     if missing is not None:
         progress(Progress("publish", 1, 1, missing))
     writer.finish()

@@ -8,12 +8,9 @@ from typing import Any
 from qtool.formats.checkpoint import CheckpointWriter
 from qtool.formats.probe import PROBE_PATH
 from qtool.quantize.card import CARD_PATH, model_card
-from qtool.quantize.phases import Phase
+from qtool.quantize.phases import RUN_PATH, Phase
 from qtool.quantize.plots import write_plots
 from qtool.quantize.report import REPORT_PATH, Report
-
-# Times and memory differ from run to run, so they lie apart from what does not.
-RUN_PATH = "qtool/run.json"
 
 
 def publish(
@@ -21,10 +18,14 @@ def publish(
     report: Report,
     probe: Mapping[str, Any] | None,
     phases: Sequence[Phase],
+    run: str,
 ) -> str | None:
-    """Write everything that is said about a result into its folder; returns what is missing."""
+    """Write everything that is said about a result into its folder; returns what is missing.
+
+    ``run`` is the digest by which the run knows its result again, should it be stopped after this.
+    """
     writer.add_json(REPORT_PATH, report.to_dict())
-    writer.add_json(RUN_PATH, {"phases": [phase.to_dict() for phase in phases]})
+    writer.add_json(RUN_PATH, {"run": run, "phases": [phase.to_dict() for phase in phases]})
     if probe is not None:
         writer.add_json(PROBE_PATH, probe)
     writer.add_text(CARD_PATH, model_card(report))
