@@ -165,8 +165,14 @@ class CheckpointWriter:
 
     def add_text(self, relative: str, text: str) -> None:
         """Write a text file at a path relative to the folder."""
+        self.add_bytes(relative, text.encode())
+
+    def add_bytes(self, relative: str, data: bytes) -> None:
+        """Write a file at a path relative to the folder."""
+        path = self.folder / relative
         with _write_errors(self._out):
-            (self.folder / relative).write_text(text, encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
     def copy_side_files(self, source: Path) -> None:
         """Copy tokenizer, chat template and generation config byte for byte."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from qtool.calibration.sources import parse_source
@@ -64,14 +64,17 @@ def _public_text(spec: str) -> str:
     return re.sub(r".*/", "", spec) if isinstance(source.place, Path) else spec
 
 
-def model_card(report: Report) -> str:
-    """The card in Markdown, with the header that the Hugging Face hub reads."""
+def model_card(report: Report, plots: Sequence[str] = ()) -> str:
+    """The card in Markdown, with the header that the Hugging Face hub reads.
+
+    ``plots`` are paths of pictures beside it.
+    """
     parts = [_header(report), _title(report)]
     if report.evaluation is not None:
         parts.append(_quality(report.evaluation, calibrated_on=report.calibrated_on_held_out))
     if report.kv_cache is not None:
         parts.append(_cache(report.kv_cache))
-    parts += [_how(report), _warnings(report), _use(report)]
+    parts += [_layers(plots), _how(report), _warnings(report), _use(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -160,6 +163,11 @@ def _cache(plan: Mapping[str, Any]) -> str:
         )
     how = "engines that read `kv_cache_scheme`" if plan["name"] == FP8 else "qtool"
     return f"## Cache of keys and values\n\n{text}. Followed by {how}."
+
+
+def _layers(plots: Sequence[str]) -> str:
+    pictures = [f"![{PurePath(path).stem} by layer]({path})" for path in plots]
+    return "## By layer\n\n" + "\n\n".join(pictures) if pictures else ""
 
 
 def _figure(quality: Mapping[str, Any], key: str) -> str:

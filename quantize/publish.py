@@ -9,7 +9,7 @@ from qtool.formats.checkpoint import CheckpointWriter
 from qtool.formats.probe import PROBE_PATH
 from qtool.quantize.card import CARD_PATH, model_card
 from qtool.quantize.phases import RUN_PATH, Phase
-from qtool.quantize.plots import write_plots
+from qtool.quantize.plots import draw_plots
 from qtool.quantize.report import REPORT_PATH, Report
 
 
@@ -28,9 +28,16 @@ def publish(
     writer.add_json(RUN_PATH, {"run": run, "phases": [phase.to_dict() for phase in phases]})
     if probe is not None:
         writer.add_json(PROBE_PATH, probe)
-    writer.add_text(CARD_PATH, model_card(report))
+    plots, missing = _plots(report)
+    for name, data in plots.items():
+        writer.add_bytes(name, data)
+    writer.add_text(CARD_PATH, model_card(report, tuple(plots)))
+    return missing
+
+
+def _plots(report: Report) -> tuple[dict[str, bytes], str | None]:
+    """Pictures by their place in the folder, and why there are none."""
     try:
-        write_plots(report, writer.folder / "qtool")
+        return {f"qtool/{name}": data for name, data in draw_plots(report).items()}, None
     except ImportError:
-        return "no plots: matplotlib is not installed (pip install 'qtool[plots]')"
-    return None
+        return {}, "no plots: matplotlib is not installed (pip install 'qtool[plots]')"

@@ -84,7 +84,7 @@ def test_the_card_gives_the_command_and_no_path(result: Path, tiny_model_folder:
 
 
 def test_plots_are_pictures(result: Path) -> None:
-    for name in ("errors.png", "activations.png"):
+    for name in ("errors.png", "losses.png", "activations.png"):
         assert (result / "qtool" / name).read_bytes().startswith(b"\x89PNG")
 
 

@@ -12,7 +12,6 @@ import yaml
 from qtool.cli import main
 from qtool.quantize.card import command_line, model_card, public_name
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.plots import by_layer
 from qtool.quantize.report import Evaluation, ModuleRecord, Report
 
 
@@ -147,6 +146,16 @@ def _with_a_module(report: Report) -> Report:
     return replace(report, modules=(record,))
 
 
-def test_values_are_drawn_by_layer_and_kind() -> None:
-    values = {"model.layers.0.mlp.up": 1.0, "model.layers.1.mlp.up": 2.0, "lm_head": 3.0}
-    assert by_layer(values) == {"up": [(0, 1.0), (1, 2.0)]}
+def test_a_card_shows_the_pictures_that_are_there() -> None:
+    report = _with_a_module(
+        Report(
+            method="rtn",
+            scheme={"symmetric": True},
+            dtype="bfloat16",
+            calibration=None,
+            modules=(),
+            qtool_version="0",
+        )
+    )
+    assert "By layer" not in model_card(report)
+    assert "![losses by layer](qtool/losses.png)" in model_card(report, ["qtool/losses.png"])
