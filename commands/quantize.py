@@ -153,10 +153,17 @@ def summary_table(report: Report) -> Table:
             row.scheme,
             f"{row.weight_error:.4f}",
             output,
-            row.worst,
+            _place(row.worst),
             str(row.fallbacks),
         )
     return table
+
+
+def _place(name: str) -> str:
+    """Where a module is, without what its row says already: ``layers.3``, or its own name."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[max(0, numbers[0] - 1) : numbers[-1] + 1]) if numbers else name
 
 
 def folder_bytes(folder: Path) -> int:

@@ -47,6 +47,9 @@ def result(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     done = _quantize(tiny_model_folder, out)
     assert done.exit_code == 0, (done.output, done.exception)
     assert "KL from original" in done.stdout and "tensors read back" in done.stdout
+    # The worst module of each kind, in full on 80 columns.
+    rows = [line for line in done.stdout.splitlines() if "_proj" in line]
+    assert len(rows) == 7 and all("layers.0 " in row or "layers.1 " in row for row in rows)
     return out
 
 
