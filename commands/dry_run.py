@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from qtool.commands import cache_plan, console, native_code
 from qtool.commands.self_text import sample_blocks
 from qtool.errors import QuantizationError
 from qtool.formats.model_source import resolve_model
+from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize.estimate import Estimate, ModulePlan, estimate_run
+from qtool.quantize.measure import Runtime
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.prepare import Progress
 from qtool.runtime.capacity import available_cpu_memory
 from qtool.runtime.evaluate import evaluate
+from qtool.runtime.kernels import select_backend
+from qtool.runtime.kernels.backend import LinearOp
 
 
 def run(
@@ -53,7 +58,13 @@ def run(
             evaluate(original, original.ids[:1], original)
 
         estimate = estimate_run(
-            source, out, options, update, parts=parts, sampler=sample, scorer=score
+            source,
+            out,
+            options,
+            update,
+            parts=parts,
+            sampler=sample,
+            runtime=Runtime(score, partial(_linear, options.torch_device)),
         )
     obstacles = _obstacles(estimate, available)
     if show.as_json:
@@ -64,6 +75,12 @@ def run(
     if obstacles:
         raise QuantizationError(f"it will not fit: {'; '.join(obstacles)}")
     return estimate
+
+
+def _linear(device: torch.device, weight: QuantizedTensor) -> LinearOp:
+    """What an evaluation makes of a weight."""
+    backend = select_backend("auto", device, torch.float32, quantized=True).backend
+    return backend.linear(weight, None)
 
 
 def _obstacles(estimate: Estimate, available: int) -> list[str]:

@@ -21,7 +21,7 @@ from qtool.formats.writer import existing_parent
 from qtool.quantize.fingerprint import run_fingerprint
 from qtool.quantize.job import Job
 from qtool.quantize.kv_cache import describe_request
-from qtool.quantize.measure import Scorer, measure_phases
+from qtool.quantize.measure import Runtime, measure_phases
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.output_formats import format_warnings
@@ -122,11 +122,11 @@ def estimate_run(
     *,
     parts: Sequence[Part] | None = None,
     sampler: Sampler | None = None,
-    scorer: Scorer | None = None,
+    runtime: Runtime | None = None,
 ) -> Estimate:
     """Forecast :func:`~qtool.quantize.pipeline.quantize_model` with the same arguments.
 
-    ``scorer`` stands for its evaluator. A folder beside ``out`` holds the measured blocks for a
+    ``runtime`` stands for its evaluator. A folder beside ``out`` holds the measured blocks for a
     moment; nothing else is written.
 
     Raises:
@@ -141,11 +141,11 @@ def estimate_run(
             progress(Progress("format", 1, 1, warning))
         with clock.phase("calibration"):
             texts = gather_texts(
-                job, options, parts, sampler, progress, evaluate=scorer is not None
+                job, options, parts, sampler, progress, evaluate=runtime is not None
             )
             job = replace(job, ids=texts.ids)
             run_fingerprint(reader, options, texts.ids, texts.held_out_ids)
-        phases = [*clock.phases, *measure_phases(job, texts, options, out, progress, scorer)]
+        phases = [*clock.phases, *measure_phases(job, texts, options, out, progress, runtime)]
         return Estimate(
             modules=_modules(job, options),
             skipped_pairs=_skipped_pairs(job, options),

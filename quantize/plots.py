@@ -1,4 +1,4 @@
-"""Error, loss and activations over the depth of the model, as pictures (needs the extra ``plots``)."""
+"""Error, loss and activations over the depth of a model, as pictures (extra ``plots``)."""
 
 from __future__ import annotations
 

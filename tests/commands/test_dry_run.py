@@ -158,8 +158,11 @@ def _alone(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
         ["--method", "rtn", "--group-size", "64"],
         ["--method", "awq", "--group-size", "64", "--samples", "4", "--seq-len", "256"],
         ["--method", "gptq", "--group-size", "64", "--samples", "4", "--seq-len", "256"],
+        ["--method", "smoothquant", "--samples", "4", "--seq-len", "256"],
+        ["--method", "fp8"],
+        ["--method", "none", "--kv-cache", "int8", "--samples", "4", "--seq-len", "256"],
     ],
-    ids=["rtn", "awq", "gptq"],
+    ids=["rtn", "awq", "gptq", "smoothquant", "fp8", "none"],
 )
 def test_the_forecast_is_within_a_quarter_of_the_run_on_smollm2(
     options: list[str], tmp_path: Path, checkout_env: dict[str, str]
@@ -167,10 +170,12 @@ def test_the_forecast_is_within_a_quarter_of_the_run_on_smollm2(
     model = next(iter(name for name in PACKAGED if name.startswith("smollm2")))
     env = {**os.environ, **checkout_env, "OMP_NUM_THREADS": "1"}
     arguments = [model, "--out", str(tmp_path / "q"), "--device", "cpu", *options]
+    # Before the run and after it: beside other work, the same takes up to half as long again.
     forecast = _alone([*arguments, "--dry-run"], env)
     phases = _alone(arguments, env)["phases"]
+    later = _alone([*arguments, "--dry-run", "--overwrite"], env)
     assert forecast["peak_bytes"] == pytest.approx(max(p["peak_bytes"] for p in phases), rel=0.25)
     # CPU time: on a machine that does other things as well, wall time says little.
     expected = sum(phase["cpu_seconds"] for phase in phases)
-    found = sum(phase["cpu_seconds"] for phase in forecast["phases"])
+    found = sum(p["cpu_seconds"] for run in (forecast, later) for p in run["phases"]) / 2
     assert found == pytest.approx(expected, rel=0.25)

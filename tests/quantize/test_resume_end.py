@@ -107,9 +107,7 @@ def test_a_work_folder_that_is_half_removed_is_no_unfinished_run(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     options = _options()
-    _killed(
-        tiny_model_folder, tmp_path / "q", options, lambda: _when_removing("q.partial-work")
-    )
+    _killed(tiny_model_folder, tmp_path / "q", options, lambda: _when_removing("q.partial-work"))
     CheckpointReader(tmp_path / "q")
     assert {path.name for path in tmp_path.iterdir()} == {"q", "q.partial-work"}
     with pytest.raises(CheckpointError, match="exists"):
