@@ -69,10 +69,11 @@ Planner = Callable[[CacheTask], KVPlan]
 
 
 def require_planner(options: QuantizeOptions, planner: Planner | None) -> None:
-    """Raise UsageError where nobody can answer what is asked."""
-    if options.kv_cache == AUTO and planner is None:
+    """Raise UsageError where nobody can answer what is asked: a search, or factors for keys."""
+    if options.smooths_keys and planner is None:
         raise UsageError(
-            "kv_cache='auto': needs a planner, which runs the result; qtool quantize has one"
+            f"kv_cache={options.kv_cache!r}: needs a planner, which makes factors for keys of their "
+            "calibration and runs the result; qtool quantize has one"
         )
 
 
@@ -86,7 +87,7 @@ def plan_cache(
 ) -> KVPlan | None:
     """The plan of a written checkpoint; ``None`` where nothing is asked.
 
-    Without a planner it is a uniform one, of which nothing is known, and keys stay as they are.
+    Without a planner it is a uniform one, of which nothing is known.
     """
     if options.kv_cache is None:
         return None

@@ -110,7 +110,8 @@ def quantize_model(
         parts: the sources of ``options.calibration``, if they are read already.
         sampler: samples text from a model, for the source ``self``.
         evaluator: compares the result with the original; without one nothing is compared.
-        planner: answers what is asked of the cache; without one nothing of it is measured.
+        planner: answers what is asked of the cache; without one nothing of it is measured, and what
+            needs factors for keys is refused.
         origin: what the report and the model card say about where the model comes from.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What lies beside the weights: report, figures of the run, probe, model card, plots."""
+"""What lies beside the weights: report, figures of the run, digests, probe, model card, plots."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtool.formats.checkpoint import CheckpointWriter
+from qtool.formats.digests import DIGESTS_PATH, digests_json
 from qtool.formats.probe import PROBE_PATH
 from qtool.quantize.card import CARD_PATH, model_card
 from qtool.quantize.phases import RUN_PATH, Phase
@@ -26,6 +27,7 @@ def publish(
     """
     writer.add_json(REPORT_PATH, report.to_dict())
     writer.add_json(RUN_PATH, {"run": run, "phases": [phase.to_dict() for phase in phases]})
+    writer.add_json(DIGESTS_PATH, digests_json(writer.digests))
     if probe is not None:
         writer.add_json(PROBE_PATH, probe)
     plots, missing = _plots(report)

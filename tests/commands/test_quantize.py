@@ -124,6 +124,36 @@ def test_a_damaged_tensor_is_noticed_at_load_and_can_be_loaded_on_request(
     load_model(folder, replace(CPU, self_check=False))
 
 
+def test_a_flipped_bit_that_no_answer_tells_of_is_found_by_validate(
+    result: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(result, folder)
+    assert CliRunner().invoke(main, ["validate", str(folder)]).exit_code == 0
+    name = "model.layers.1.mlp.down_proj.weight_packed"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] ^= 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_model(folder, CPU)  # one code, one step off: the probe cannot know
+    done = CliRunner().invoke(main, ["validate", str(folder)])
+    assert done.exit_code == 1 and f"error digests for all: {name}: has other bytes" in done.stdout
+
+
+def test_a_result_in_two_formats_has_the_digests_of_each(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    formats = ["--format", "compressed-tensors", "--format", "awq", "--dtype", "fp16"]
+    done = _quantize(tiny_model_folder, tmp_path / "q", "--method", "rtn", *formats)
+    assert done.exit_code == 0, (done.output, done.exception)
+    for folder in (tmp_path / "q", tmp_path / "q-awq"):
+        assert CliRunner().invoke(main, ["validate", str(folder)]).exit_code == 0
+    names = {
+        frozenset(_json(folder / "qtool" / "digests.json")["sha256"])
+        for folder in (tmp_path / "q", tmp_path / "q-awq")
+    }
+    assert len(names) == 2
+
+
 def test_a_family_that_our_engine_lacks_is_run_by_transformers_and_the_report_says_so(
     tiny_model_folder: Path, result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
