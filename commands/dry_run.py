@@ -88,9 +88,11 @@ def _obstacles(estimate: Estimate, available: int) -> list[str]:
     found = []
     needed = estimate.peak_bytes - estimate.resident_bytes
     if needed > available:
+        most = max(estimate.phases, key=lambda phase: phase.peak_bytes).name
         found.append(
-            f"it needs {console.size(needed)} of memory and {console.size(available)} are free: "
-            "ask for fewer or shorter --samples, or fewer --eval-windows"
+            f"it needs {console.size(needed)} of memory (phase {most}) and "
+            f"{console.size(available)} are free: ask for fewer or shorter --samples; "
+            "--eval-windows 0 leaves the comparison out, for which the result is in memory"
         )
     if torch.cuda.is_available() and estimate.device_bytes:
         free, _ = torch.cuda.mem_get_info()

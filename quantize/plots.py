@@ -65,6 +65,17 @@ def by_layer(values: Mapping[str, float]) -> dict[str, list[tuple[int, float]]]:
     return {kind: list(line.items()) for kind, line in lines.items()}
 
 
+def lines(values: Mapping[str, float]) -> list[tuple[list[str], list[tuple[int, float]]]]:
+    """:func:`by_layer` as lines to draw: kinds that have the same values share one.
+
+    Linears that read the same input have the same activations, and one line would hide another.
+    """
+    found: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for kind, points in by_layer(values).items():
+        found.setdefault(tuple(points), []).append(kind)
+    return [(kinds, list(points)) for points, kinds in found.items()]
+
+
 def _draw(picture: Picture) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -72,8 +83,8 @@ def _draw(picture: Picture) -> bytes:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
     draw: Callable[..., object] = axes.plot if picture.limit is None else axes.semilogy
-    for kind, points in by_layer(picture.values).items():
-        draw(*zip(*points, strict=True), marker=".", label=kind)
+    for kinds, points in lines(picture.values):
+        draw(*zip(*points, strict=True), marker=".", label=", ".join(kinds))
     if picture.limit is not None:
         axes.axhline(picture.limit, color="black", linestyle=":", label="float16 at risk")
     axes.set_xlabel("layer")

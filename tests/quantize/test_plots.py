@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from qtool.quantize.plots import by_layer, draw_plots, pictures
+from qtool.quantize.plots import by_layer, draw_plots, lines, pictures
 from qtool.quantize.report import ModuleRecord, Report
 
 
@@ -37,6 +37,15 @@ def _report(output_error: float | None) -> Report:
 def test_values_are_drawn_by_layer_and_kind() -> None:
     values = {"model.layers.0.mlp.up": 1.0, "model.layers.1.mlp.up": 2.0, "lm_head": 3.0}
     assert by_layer(values) == {"up": [(0, 1.0), (1, 2.0)]}
+
+
+def test_kinds_that_read_the_same_input_share_a_line() -> None:
+    values = {
+        f"model.layers.{layer}.{kind}": layer + (kind == "o")
+        for layer in range(2)
+        for kind in ("q", "k", "o")
+    }
+    assert lines(values) == [(["q", "k"], [(0, 0), (1, 1)]), (["o"], [(0, 1), (1, 2)])]
 
 
 def test_of_a_layers_experts_the_largest_value_is_drawn() -> None:
