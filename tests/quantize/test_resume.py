@@ -265,7 +265,8 @@ def test_another_number_of_threads_would_give_other_bytes_and_is_refused(
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        with pytest.raises(UsageError, match=rf"OMP_NUM_THREADS\): {before} there, {before + 1} now"):
+        changed = rf"OMP_NUM_THREADS\): {before} there, {before + 1} now"
+        with pytest.raises(UsageError, match=changed):
             quantize_model(source, tmp_path / "q", _options())
     finally:
         torch.set_num_threads(before)

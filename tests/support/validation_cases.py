@@ -116,7 +116,8 @@ def _digests(folder: Path, digest: str) -> None:
     (folder / "qtool").mkdir()
     with CheckpointReader(folder) as reader:
         known = {name: tensor_digest(reader.get(name)) for name in reader.names()}
-    put(folder, "qtool/digests.json", json.dumps(digests_json(known | {f"{Q}.weight_scale": digest})))
+    written = digests_json(known | {f"{Q}.weight_scale": digest})
+    put(folder, "qtool/digests.json", json.dumps(written))
 
 
 def _both(*edits: Callable[[Draft], object]) -> Callable[[Draft], object]:
