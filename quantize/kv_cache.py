@@ -72,8 +72,8 @@ def require_planner(options: QuantizeOptions, planner: Planner | None) -> None:
     """Raise UsageError where nobody can answer what is asked: a search, or factors for keys."""
     if options.smooths_keys and planner is None:
         raise UsageError(
-            f"kv_cache={options.kv_cache!r}: needs a planner, which makes factors for keys and runs "
-            "the result; qtool quantize has one"
+            f"kv_cache={options.kv_cache!r}: needs a planner, which runs the result and makes "
+            "factors for keys; qtool quantize has one"
         )
 
 

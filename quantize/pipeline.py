@@ -134,6 +134,7 @@ def quantize_model(
             job = replace(job, ids=texts.ids)
             fingerprint = run_fingerprint(reader, options, texts.ids, texts.held_out_ids)
         with WorkFolder(out, fingerprint, restart=options.restart) as work:
+            check_targets(source, out, options)  # another run may have ended meanwhile
             with clock.phase("quantize"), _hopeless_runs_removed(work):
                 quantize_blocks(job, texts, options, work, progress)
             with CheckpointWriter(out, overwrite=may_replace(out, out, options)) as writer:

@@ -206,6 +206,22 @@ def test_a_fallback_is_named_everywhere_and_ends_a_strict_run(
     assert f"`{name}` (singular)" in (tmp_path / "q" / "README.md").read_text()
 
 
+def test_a_strict_run_takes_no_fallback_over_from_one_that_was_not(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    _fall_back(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(quality, "compare", fail)
+        assert _quantize(tiny_model_folder, tmp_path / "q").exit_code == 1
+    done = _quantize(tiny_model_folder, tmp_path / "q", "--strict")
+    assert done.exit_code != 0 and "self_attn.q_proj: W4 asym g64 rtn (singular)" in done.stderr
+    assert (tmp_path / "q.work" / "block-00001.json").exists(), "without --strict it goes on"
+    assert _quantize(tiny_model_folder, tmp_path / "q").exit_code == 0
+
+
 def test_activations_beyond_a_quarter_of_float16_are_warned_of(
     model_factory: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -131,3 +131,22 @@ def test_a_model_that_was_to_be_replaced_does_not_stay_aside(
     (tmp_path / "q.old-times" / "thesis.tex").write_text("x")
     quantize_model(tiny_model_folder, tmp_path / "q", _options(overwrite=True))
     assert {path.name for path in tmp_path.iterdir()} == {"q", "q.old-times"}
+
+
+def test_a_result_that_another_run_wrote_meanwhile_is_seen_before_any_block(
+    model_factory: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, fingerprint = model_factory(layers=2), pipeline.run_fingerprint
+
+    def slow(*arguments: Any) -> dict[str, Any]:
+        found = fingerprint(*arguments)
+        monkeypatch.setattr(pipeline, "run_fingerprint", fingerprint)
+        quantize_model(source, tmp_path / "q", _options(bits=8))
+        return found
+
+    monkeypatch.setattr(pipeline, "run_fingerprint", slow)
+    steps: list[Progress] = []
+    with pytest.raises(CheckpointError, match="exists"):
+        quantize_model(source, tmp_path / "q", _options(), steps.append)
+    assert [step for step in steps if step.phase == "quantize"] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
