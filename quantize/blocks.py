@@ -136,7 +136,7 @@ def _refuse_fallbacks_before(work: WorkFolder) -> None:
         lines = "\n".join(f"  {r.name}: {r.used} ({r.fallback})" for r in fallen)
         raise UsageError(
             f"--strict: {len(fallen)} modules of blocks that are done did not get what was asked:"
-            f"\n{lines}\nLeave --strict out to go on with them, or choose another method and --restart"
+            f"\n{lines}\nLeave --strict out to go on, or choose another method and --restart"
         )
 
 
