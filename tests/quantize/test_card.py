@@ -6,6 +6,7 @@ import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
@@ -81,7 +82,9 @@ def test_the_command_asks_for_the_same_when_a_shell_has_read_it(options: Quantiz
     unseen = {"overwrite": True, "restart": True, "device": "cpu", "strict": True}
     line = command_line("my model", replace(options, **unseen))  # type: ignore[arg-type]
     name, command, *words = shlex.split(line)
-    context = main.commands[command].make_context(name, words)
+    # A command keeps the first names of its --help, which come from the group.
+    group = click.Context(main, info_name=name, **main.context_settings)
+    context = main.commands[command].make_context(command, words, parent=group)
     assert (name, context.params["model"], context.params["out"]) == (
         "qtool",
         "my model",
