@@ -17,7 +17,7 @@ from qtool.errors import ModelError
 from qtool.formats.checkpoint import CONFIG_NAME, read_json
 from qtool.formats.kv_plan import AUTO, FP8, KEYS_BY_TOKEN, KeyExponents, KVPlan
 from qtool.quantize.cache_search import frontier, search
-from qtool.quantize.kv_cache import SWEPT, CacheTask
+from qtool.quantize.kv_cache import SCORED_EVERY, SWEPT, CacheTask
 from qtool.runtime.cache_quality import CacheQuality, compare_caches
 from qtool.runtime.cache_sweep import layer_losses
 from qtool.runtime.config import parse_decoder_config
@@ -25,9 +25,6 @@ from qtool.runtime.key_smoothing import calibrated_exponents
 from qtool.runtime.kv_schemes import PAGE_SIZE, SCHEMES, WIDE, LayerSchemes
 from qtool.runtime.loaded_model import LoadedModel, choose_cache, load_model
 from qtool.runtime.options import ModelOptions
-
-# Of so many positions a sweep scores one.
-SCORED_EVERY = 4
 
 # Bytes of an element of the compute dtype that sizes are reckoned beside.
 WIDE_BYTES = 2

@@ -14,9 +14,11 @@ progress and nothing else; together they give the notes and the result.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -72,7 +74,8 @@ TEXT = Show()
 class Steps:
     """Progress of long work: one line a phase, a bar while it runs.
 
-    Without a terminal (a log file, CI) a phase is a line when it begins and for every tenth done.
+    Without a terminal (a log file, CI) a phase is a line when it begins and for every tenth done,
+    with the time left at the pace so far.
     """
 
     def __init__(self, show: Show = TEXT) -> None:
@@ -91,6 +94,7 @@ class Steps:
         )
         self._tasks: dict[str, int] = {}
         self._tenths: dict[str, int] = {}
+        self._begun: dict[str, tuple[float, int]] = {}
 
     def update(self, phase: str, done: int, total: int, detail: str = "") -> None:
         """``done`` of ``total`` in ``phase``; the first call opens it."""
@@ -102,13 +106,24 @@ class Steps:
     def _update_text(self, phase: str, done: int, total: int, detail: str) -> None:
         if phase not in self._tasks:
             self._tasks[phase] = self._bar.add_task(phase, total=total, detail=detail)
+            self._begun[phase] = time.monotonic(), done
             if not err.is_terminal:
                 err.print(f"{phase}: {total} to do")
         self._bar.update(self._tasks[phase], completed=done, detail=detail)  # type: ignore[arg-type]
         tenth = 10 * done // total if total else 10
         if not err.is_terminal and tenth > self._tenths.get(phase, 0):
             self._tenths[phase] = tenth
-            err.print(f"{phase}: {done} of {total} done", highlight=False)
+            parts = [f"{phase}: {done} of {total} done", self._left(phase, done, total), detail]
+            err.print(", ".join(filter(None, parts)), highlight=False, markup=False)
+
+    def _left(self, phase: str, done: int, total: int) -> str:
+        """Time left of a phase, for people; empty where nothing tells, or nothing is left."""
+        since, first = self._begun[phase]
+        if not first < done < total:
+            return ""
+        # The first call of most phases comes when their first step is done: its time is not known.
+        seconds = (time.monotonic() - since) / (done - first) * (total - done)
+        return f"{timedelta(seconds=round(seconds))} left"
 
     def __enter__(self) -> Steps:
         self._bar.start()

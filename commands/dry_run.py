@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,21 @@ from torch import Tensor
 
 from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import SampleRequest, read_mix
-from qtool.commands import cache_plan, console
+from qtool.commands import cache_plan, console, native_code
 from qtool.commands.self_text import sample_blocks
 from qtool.errors import QuantizationError
 from qtool.formats.model_source import resolve_model
+from qtool.formats.tensor import QuantizedTensor
 from qtool.quantize.estimate import Estimate, ModulePlan, estimate_run
+from qtool.quantize.measure import Runtime
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.prepare import Progress
 from qtool.quantize.skipped import skip_notes
 from qtool.runtime.capacity import available_cpu_memory
 from qtool.runtime.evaluate import evaluate
+from qtool.runtime.kernels import select_backend
+from qtool.runtime.kernels.backend import LinearOp
 
 
 def run(
@@ -37,6 +42,7 @@ def run(
     with show.status(f"resolving {model}"):
         source = resolve_model(model)
     cache_plan.require_runtime(source, options.kv_cache)
+    native_code.ready(options, show)
     available = available_cpu_memory()
     with show.steps() as steps:
 
@@ -53,7 +59,13 @@ def run(
             evaluate(original, original.ids[:1], original)
 
         estimate = estimate_run(
-            source, out, options, update, parts=parts, sampler=sample, scorer=score
+            source,
+            out,
+            options,
+            update,
+            parts=parts,
+            sampler=sample,
+            runtime=Runtime(score, partial(_linear, options.torch_device)),
         )
     obstacles = _obstacles(estimate, available)
     if show.as_json:
@@ -66,14 +78,22 @@ def run(
     return estimate
 
 
+def _linear(device: torch.device, weight: QuantizedTensor) -> LinearOp:
+    """What an evaluation makes of a weight."""
+    backend = select_backend("auto", device, torch.float32, quantized=True).backend
+    return backend.linear(weight, None)
+
+
 def _obstacles(estimate: Estimate, available: int) -> list[str]:
     """What there is too little of, with the remedy."""
     found = []
     needed = estimate.peak_bytes - estimate.resident_bytes
     if needed > available:
+        most = max(estimate.phases, key=lambda phase: phase.peak_bytes).name
         found.append(
-            f"it needs {console.size(needed)} of memory and {console.size(available)} are free: "
-            "ask for fewer or shorter --samples, or fewer --eval-windows"
+            f"it needs {console.size(needed)} of memory (phase {most}) and "
+            f"{console.size(available)} are free: ask for fewer or shorter --samples; "
+            "--eval-windows 0 leaves the comparison out, for which the result is in memory"
         )
     if torch.cuda.is_available() and estimate.device_bytes:
         free, _ = torch.cuda.mem_get_info()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtool.calibration.logits import FinalLogits
 from qtool.calibration.mix import SampleRequest, read_mix
-from qtool.commands import cache_plan, console, quality
+from qtool.commands import cache_plan, console, native_code, quality
 from qtool.commands.self_text import sample_blocks
 from qtool.formats.checkpoint import read_json
 from qtool.formats.kv_plan import KVPlan
@@ -19,8 +19,8 @@ from qtool.formats.model_source import resolve_model
 from qtool.quantize.card import command_line, public_name
 from qtool.quantize.kv_cache import CacheTask
 from qtool.quantize.options import QuantizeOptions
+from qtool.quantize.phases import RUN_PATH
 from qtool.quantize.pipeline import Evaluated, Origin, Progress, quantize_model
-from qtool.quantize.publish import RUN_PATH
 from qtool.quantize.report import FLOAT16_SAFE, Report, summary_rows
 from qtool.quantize.work import work_path
 
@@ -37,6 +37,7 @@ def run(
     with show.status(f"resolving {model}"):
         source = resolve_model(model)
     cache_plan.require_runtime(source, options.kv_cache)
+    native_code.ready(options, show)
     with _stop_explained(out, show), show.steps() as steps:
 
         def update(progress: Progress) -> None:
@@ -93,6 +94,11 @@ def _show(report: Report, source: Path, out: Path, show: console.Show) -> None:
             f"{name}: activations reach {report.activation_peaks[name]:.0f}; beyond "
             f"{FLOAT16_SAFE:.0f} float16 may overflow: serve this model in bfloat16"
         )
+    if report.evaluation is not None and report.calibrated_on_held_out:
+        show.note(
+            f"{report.evaluation.text} was calibrated on and compared on: other text may lose "
+            "more; give another --eval-text"
+        )
     for record in report.fallbacks:
         show.note(f"{record.name}: {record.used} instead of {record.asked} ({record.fallback})")
     phases = read_json(out / RUN_PATH)["phases"]
@@ -147,10 +153,17 @@ def summary_table(report: Report) -> Table:
             row.scheme,
             f"{row.weight_error:.4f}",
             output,
-            row.worst,
+            _place(row.worst),
             str(row.fallbacks),
         )
     return table
+
+
+def _place(name: str) -> str:
+    """Where a module is, without what its row says already: ``layers.3``, or its own name."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[max(0, numbers[0] - 1) : numbers[-1] + 1]) if numbers else name
 
 
 def folder_bytes(folder: Path) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from qtool.errors import CheckpointError, UsageError
+from qtool.formats.digests import DIGESTS_PATH, digests_json
 from qtool.formats.kv_scales import kv_cache_scheme, kv_scale_names, read_kv_scales
 from qtool.formats.linears import StoredLinears, WritableFormat
 from qtool.formats.losses import LinearPlan, describe, is_exact, losses, scale_loss
@@ -93,6 +94,7 @@ def convert_checkpoint(
             plan.verify(target, progress)
             target.copy_side_files(source)
             _copy_our_folder(source, target)
+            target.add_json(DIGESTS_PATH, digests_json(target.digests))
             target.finish()
         return Conversion(
             source_format=_format_name(reader),
@@ -266,10 +268,12 @@ def model_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _copy_our_folder(source: Path, target: CheckpointWriter) -> None:
+    """All of it but the digests: the same weights have other bytes here."""
     if not (source / OUR_FOLDER).is_dir():
         return
+    skip = shutil.ignore_patterns(Path(DIGESTS_PATH).name)
     try:
-        shutil.copytree(source / OUR_FOLDER, target.folder / OUR_FOLDER)
+        shutil.copytree(source / OUR_FOLDER, target.folder / OUR_FOLDER, ignore=skip)
     except OSError as error:
         raise CheckpointError(f"{source / OUR_FOLDER} cannot be copied: {error}") from None
 

@@ -11,6 +11,7 @@ and only one tensor is in memory when a shard is written.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -33,6 +34,9 @@ MAX_SHARD_BYTES = 4 * 1024**3
 
 # Follows the output's name in that of the folder where it grows.
 PARTIAL = ".partial-"
+
+# Likewise of the folder that a model goes to while another takes its place.
+OLD = ".old-"
 
 # Copied unchanged: tokenizer, chat template, generation defaults, custom code, licence.
 SIDE_FILE_PATTERNS = (
@@ -161,8 +165,14 @@ class CheckpointWriter:
 
     def add_text(self, relative: str, text: str) -> None:
         """Write a text file at a path relative to the folder."""
+        self.add_bytes(relative, text.encode())
+
+    def add_bytes(self, relative: str, data: bytes) -> None:
+        """Write a file at a path relative to the folder."""
+        path = self.folder / relative
         with _write_errors(self._out):
-            (self.folder / relative).write_text(text, encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
     def copy_side_files(self, source: Path) -> None:
         """Copy tokenizer, chat template and generation config byte for byte."""
@@ -192,11 +202,18 @@ class CheckpointWriter:
                 self._replace()
             else:
                 os.rename(self.folder, self._out)
+        self._remove_replaced()
         return self._out
+
+    def _remove_replaced(self) -> None:
+        """What runs that were killed while they swapped have left of models that were replaced."""
+        for path in self._out.parent.glob(f"{glob.escape(self._out.name)}{OLD}*"):
+            if [inside.name for inside in path.glob("*")] in ([], ["model"]):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _replace(self) -> None:
         """Swap with an existing folder, which comes back if that fails; nothing of it stays."""
-        old = Path(tempfile.mkdtemp(prefix=f"{self._out.name}.old-", dir=self._out.parent))
+        old = Path(tempfile.mkdtemp(prefix=f"{self._out.name}{OLD}", dir=self._out.parent))
         try:
             os.rename(self._out, old / "model")
             os.rename(self.folder, self._out)

@@ -10,7 +10,7 @@ import torch
 
 from qtool.calibration.products import rounded_products
 from qtool.calibration.walk import Walk, WalkState
-from qtool.errors import QuantizationError
+from qtool.errors import QuantizationError, UsageError
 from qtool.quantize.assemble import block_tensors, cache_scales, head_tensors, outer_sources
 from qtool.quantize.job import Job, QuantizedBlock
 from qtool.quantize.methods import METHODS
@@ -39,12 +39,15 @@ def quantize_blocks(
 
     Raises:
         QuantizationError: a value that cannot be stored, or under ``strict`` a fallback.
+        UsageError: under ``strict``, a fallback in a block that was done without.
         CalibrationError: the model overflows on the text.
     """
     prefixes = job.family.block_prefixes(job.reader.config)
     first, total = len(work.blocks), len(prefixes)
     for note in work.notes:
         progress(Progress("resume", first, total, note))
+    if options.strict:
+        _refuse_fallbacks_before(work)
     if first:
         progress(Progress("quantize", first, total, "done before"))
     if first == total:
@@ -120,6 +123,21 @@ def _commit(
         if job.kv_scales:
             tensors |= cache_scales(job, walk.cache_peaks)
     work.commit(tensors, facts, state)
+
+
+def _refuse_fallbacks_before(work: WorkFolder) -> None:
+    """Under ``strict`` blocks that were done without it are looked at too, and kept.
+
+    Raises:
+        UsageError: naming the modules.
+    """
+    records = [ModuleRecord(**values) for b in work.blocks for values in b.facts["records"]]
+    if fallen := [record for record in records if record.fell_back]:
+        lines = "\n".join(f"  {r.name}: {r.used} ({r.fallback})" for r in fallen)
+        raise UsageError(
+            f"--strict: {len(fallen)} modules of blocks that are done did not get what was asked:"
+            f"\n{lines}\nLeave --strict out to go on, or choose another method and --restart"
+        )
 
 
 def _refuse_fallbacks(records: Sequence[ModuleRecord]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from qtool.calibration.sources import parse_source
@@ -32,13 +33,13 @@ def public_name(model: str) -> str:
 
 
 def command_line(model: str, options: QuantizeOptions) -> str:
-    """The command that makes a result again, without local paths."""
+    """The command that makes a result again, quoted for a shell, without local paths."""
     words = ["qtool", "quantize", public_name(model), "--out", "OUT"]
     for field in fields(options):
         value = getattr(options, field.name)
         if field.name == "method" or (value != field.default and field.name not in _NOT_SHOWN):
             words += _words(field.name, value)
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def _words(name: str, value: Any) -> Iterator[str]:
@@ -63,14 +64,17 @@ def _public_text(spec: str) -> str:
     return re.sub(r".*/", "", spec) if isinstance(source.place, Path) else spec
 
 
-def model_card(report: Report) -> str:
-    """The card in Markdown, with the header that the Hugging Face hub reads."""
+def model_card(report: Report, plots: Sequence[str] = ()) -> str:
+    """The card in Markdown, with the header that the Hugging Face hub reads.
+
+    ``plots`` are paths of pictures beside it.
+    """
     parts = [_header(report), _title(report)]
     if report.evaluation is not None:
-        parts.append(_quality(report.evaluation))
+        parts.append(_quality(report.evaluation, calibrated_on=report.calibrated_on_held_out))
     if report.kv_cache is not None:
         parts.append(_cache(report.kv_cache))
-    parts += [_how(report), _warnings(report), _use(report)]
+    parts += [_layers(plots), _how(report), _warnings(report), _use(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -120,7 +124,7 @@ def _kept_title(report: Report) -> str:
     )
 
 
-def _quality(evaluation: Evaluation) -> str:
+def _quality(evaluation: Evaluation, *, calibrated_on: bool) -> str:
     quality: Mapping[str, Any] = evaluation.quality
     rows = ["| | original | quantized |", "|---|---|---|"]
     for label, key in (("perplexity", "perplexity"), ("NLL, nats per token", "nll")):
@@ -129,9 +133,14 @@ def _quality(evaluation: Evaluation) -> str:
         )
     rows.append(f"| KL from the original, nats per token | | {_figure(quality, 'kl')} |")
     rows.append(f"| same likeliest token | | {_figure(quality, 'top1_agreement')} |")
+    seen = (
+        "which was calibrated on as well: other text may lose more"
+        if calibrated_on
+        else "which was not calibrated on"
+    )
     return (
         "## Quality\n\n" + "\n".join(rows) + f"\n\nOn {evaluation.windows} windows of "
-        f"{evaluation.seq_len} tokens of `{evaluation.text}`, which was not calibrated on. The "
+        f"{evaluation.seq_len} tokens of `{evaluation.text}`, {seen}. The "
         f"checkpoint was read back from disk and ran in {evaluation.engine}."
     )
 
@@ -154,6 +163,11 @@ def _cache(plan: Mapping[str, Any]) -> str:
         )
     how = "engines that read `kv_cache_scheme`" if plan["name"] == FP8 else "qtool"
     return f"## Cache of keys and values\n\n{text}. Followed by {how}."
+
+
+def _layers(plots: Sequence[str]) -> str:
+    pictures = [f"![{PurePath(path).stem} by layer]({path})" for path in plots]
+    return "## By layer\n\n" + "\n\n".join(pictures) if pictures else ""
 
 
 def _figure(quality: Mapping[str, Any], key: str) -> str:

@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from qtool.calibration.mix import Part, Sampler
-from qtool.formats.checkpoint import CheckpointReader, check_target
+from qtool.formats.checkpoint import CheckpointReader
 from qtool.formats.tensor_parallel import SIZES, obstacles
 from qtool.formats.writer import existing_parent
 from qtool.quantize.fingerprint import run_fingerprint
 from qtool.quantize.job import Job
 from qtool.quantize.kv_cache import describe_request
-from qtool.quantize.measure import Scorer, measure_phases
+from qtool.quantize.measure import Runtime, measure_phases
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import other_folders
 from qtool.quantize.phases import Phase, PhaseClock, resident_memory
 from qtool.quantize.plan import linear_names, weight_name
 from qtool.quantize.prepare import (
     Listener,
     Progress,
+    check_targets,
     gather_texts,
     plan_job,
     plan_notes,
@@ -115,18 +115,17 @@ def estimate_run(
     *,
     parts: Sequence[Part] | None = None,
     sampler: Sampler | None = None,
-    scorer: Scorer | None = None,
+    runtime: Runtime | None = None,
 ) -> Estimate:
     """Forecast :func:`~qtool.quantize.pipeline.quantize_model` with the same arguments.
 
-    ``scorer`` stands for its evaluator. A folder beside ``out`` holds the measured blocks for a
+    ``runtime`` stands for its evaluator. A folder beside ``out`` holds the measured blocks for a
     moment; nothing else is written.
 
     Raises:
         QtoolError: whatever would stop the run before its first block.
     """
-    for folder in (out, *other_folders(out, options.formats).values()):
-        check_target(folder, source, options.overwrite)
+    check_targets(source, out, options)
     resident = resident_memory()
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
@@ -135,11 +134,11 @@ def estimate_run(
             progress(Progress("format", 1, 1, note))
         with clock.phase("calibration"):
             texts = gather_texts(
-                job, options, parts, sampler, progress, evaluate=scorer is not None
+                job, options, parts, sampler, progress, evaluate=runtime is not None
             )
             job = replace(job, ids=texts.ids)
             run_fingerprint(reader, options, texts.ids, texts.held_out_ids)
-        phases = [*clock.phases, *measure_phases(job, texts, options, out, progress, scorer)]
+        phases = [*clock.phases, *measure_phases(job, texts, options, out, progress, runtime)]
         return Estimate(
             modules=_modules(job, options),
             skipped_pairs=skipped_pairs(job, METHODS[options.method].recipe),

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from qtool import __version__
@@ -28,7 +29,7 @@ def run_fingerprint(
     ids: Tensor | None,
     held_out: Tensor | None,
 ) -> dict[str, Any]:
-    """What a run is: the source's content, every option, all tokens, and the versions.
+    """What a run is: the source's content, every option, all tokens, versions, and threads.
 
     Args:
         reader: the source; all its files are read once.
@@ -47,6 +48,10 @@ def run_fingerprint(
         "device": str(options.torch_device),
         "qtool": __version__,
         "torch": torch.__version__,
+        # Its modules compute the blocks.
+        "transformers": transformers.__version__,
+        # Long sums are split among them: GPTQ's codes differ between one thread and two.
+        "threads (OMP_NUM_THREADS)": torch.get_num_threads(),
         **chosen,
     }
 

@@ -27,6 +27,8 @@ from qtool.quantize.work import WorkFolder
 # take to run through the model once, and less than any method takes with the usual 128.
 SWEEP_TOKENS = 1024
 
+# Of so many positions a sweep scores one.
+SCORED_EVERY = 4
 
 # What auto gives a layer, beside the compute dtype.
 SWEPT = ("int4", "k8v4", "int8")
@@ -67,10 +69,11 @@ Planner = Callable[[CacheTask], KVPlan]
 
 
 def require_planner(options: QuantizeOptions, planner: Planner | None) -> None:
-    """Raise UsageError where nobody can answer what is asked."""
-    if options.kv_cache == AUTO and planner is None:
+    """Raise UsageError where nobody can answer what is asked: a search, or factors for keys."""
+    if options.smooths_keys and planner is None:
         raise UsageError(
-            "kv_cache='auto': needs a planner, which runs the result; qtool quantize has one"
+            f"kv_cache={options.kv_cache!r}: needs a planner, which runs the result and makes "
+            "factors for keys; qtool quantize has one"
         )
 
 
@@ -84,7 +87,7 @@ def plan_cache(
 ) -> KVPlan | None:
     """The plan of a written checkpoint; ``None`` where nothing is asked.
 
-    Without a planner it is a uniform one, of which nothing is known, and keys stay as they are.
+    Without a planner it is a uniform one, of which nothing is known.
     """
     if options.kv_cache is None:
         return None
@@ -120,14 +123,23 @@ def describe_request(options: QuantizeOptions) -> str:
     return f"{options.kv_cache} in all layers{calibrated}"
 
 
-def num_window_runs(options: QuantizeOptions, num_layers: int, num_held_out: int) -> int:
-    """How often a planner runs a window through the result: wide and planned on the held-out ones,
-    and for auto the sweep, whose runs begin at half the depth on average, and the search."""
-    runs = 2 * num_held_out
+def cache_runs(
+    options: QuantizeOptions, num_layers: int, num_windows: int, seq_len: int
+) -> tuple[float, float]:
+    """How many held-out windows of ``seq_len`` a planner runs through the result, and scores.
+
+    Twice the held-out ones, with the cache wide and planned. For auto the sweep, whose runs begin
+    at half the depth on average and score a part of their positions, and the search, both on
+    calibration samples.
+    """
+    runs = scored = 2.0 * num_windows
     if options.kv_cache == AUTO:
         samples = min(options.samples, max(1, SWEEP_TOKENS // options.seq_len))
-        runs += samples * (num_layers * len(SWEPT) // 2 + 2 * MAX_TRIES)
-    return runs
+        windows = samples * options.seq_len / seq_len
+        sweep, search = windows * num_layers * len(SWEPT) / 2, windows * 2 * MAX_TRIES
+        runs += sweep + search
+        scored += sweep / SCORED_EVERY + search
+    return runs, scored
 
 
 def sweep_samples(ids: Tensor | None) -> Tensor:

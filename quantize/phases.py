@@ -1,4 +1,9 @@
-"""Time and peak memory of the phases of a run."""
+"""Time and peak memory of the phases of a run.
+
+The kernel keeps one peak of the resident set, and a phase that begins resets it. What ``time`` or
+``getrusage`` say of the whole process is then the peak since the last phase began: the largest peak
+of all phases, which a run reports, is the right one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# What a run took lies apart from its report: it differs from run to run.
+RUN_PATH = "qtool/run.json"
 
 # Linux counts the resident set in pages of this field's unit, and resets its peak on request.
 _STATUS = Path("/proc/self/status")

@@ -22,7 +22,6 @@ from qtool.formats.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     check_free_space,
-    check_target,
 )
 from qtool.formats.convert import convert_checkpoint
 from qtool.formats.kv_plan import KVPlan
@@ -46,13 +45,14 @@ from qtool.quantize.kv_cache import (
 )
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import other_folders
 from qtool.quantize.phases import PhaseClock
 from qtool.quantize.prepare import (
     Listener,
     Progress,
     Texts,
+    check_targets,
     gather_texts,
+    may_replace,
     plan_job,
     plan_notes,
     result_bytes,
@@ -113,7 +113,8 @@ def quantize_model(
         parts: the sources of ``options.calibration``, if they are read already.
         sampler: samples text from a model, for the source ``self``.
         evaluator: compares the result with the original; without one nothing is compared.
-        planner: answers what is asked of the cache; without one nothing of it is measured.
+        planner: answers what is asked of the cache; without one nothing of it is measured, and what
+            needs factors for keys is refused.
         origin: what the report and the model card say about where the model comes from.
 
     Raises:
@@ -121,9 +122,7 @@ def quantize_model(
             calibration data are checked before work that takes long; ``out`` is then untouched.
     """
     require_planner(options, planner)
-    others = other_folders(out, options.formats)
-    for folder in (out, *others.values()):
-        check_target(folder, source, options.overwrite)
+    folders = check_targets(source, out, options)
     clock = PhaseClock()
     with CheckpointReader(source) as reader:
         job = plan_job(reader, options)
@@ -139,19 +138,26 @@ def quantize_model(
             job = replace(job, ids=texts.ids)
             fingerprint = run_fingerprint(reader, options, texts.ids, texts.held_out_ids)
         with WorkFolder(out, fingerprint, restart=options.restart) as work:
+            check_targets(source, out, options)  # another run may have ended meanwhile
             with clock.phase("quantize"), _hopeless_runs_removed(work):
                 quantize_blocks(job, texts, options, work, progress)
-            with CheckpointWriter(out, overwrite=options.overwrite) as writer:
+            with CheckpointWriter(out, overwrite=may_replace(out, out, options)) as writer:
                 origin = origin or _origin(source, options)
                 run = _Run(options, job, texts, work, clock, origin)
                 report = _finish(run, writer, progress, evaluator, planner)
-            for name, folder in others.items():
-                convert_checkpoint(
-                    out, folder, name, overwrite=options.overwrite, progress=_told(progress, name)
-                )
-                progress(Progress("format", 1, 1, f"{folder}: the same weights as {name}"))
+            for name in options.formats[1:]:
+                _convert(out, folders[name], name, options, progress)
             work.discard()
     return report
+
+
+def _convert(
+    out: Path, folder: Path, name: str, options: QuantizeOptions, progress: Listener
+) -> None:
+    """The published result in another format."""
+    overwrite = may_replace(folder, out, options)
+    convert_checkpoint(out, folder, name, overwrite=overwrite, progress=_told(progress, name))
+    progress(Progress("format", 1, 1, f"{folder}: the same weights as {name}"))
 
 
 def _told(progress: Listener, name: str) -> Callable[[str, int, int, str], None]:
@@ -195,7 +201,7 @@ def _finish(
     publish_plan(writer, plan)
     report = _report(run, head, writer, found, plan)
     probe = None if found is None else found.probe
-    missing = publish(writer, report, probe, run.clock.phases)
+    missing = publish(writer, report, probe, run.clock.phases, run.work.run)
     if missing is not None:
         progress(Progress("publish", 1, 1, missing))
     writer.finish()

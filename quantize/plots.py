@@ -1,9 +1,10 @@
-"""Error and activations over the depth of the model, as pictures (needs the extra ``plots``)."""
+"""Error, loss and activations over the depth of a model, as pictures (extra ``plots``)."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 
 from qtool.quantize.report import FLOAT16_SAFE, Report
 
@@ -11,51 +12,88 @@ from qtool.quantize.report import FLOAT16_SAFE, Report
 SIZE = (8, 4)
 
 
-def write_plots(report: Report, folder: Path) -> list[str]:
-    """Write PNG files into ``folder``; returns their names. The same report gives the same bytes.
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture.
+
+    Attributes:
+        values: by full module name.
+        label: what they are.
+        limit: a line not to be crossed, on a logarithmic axis.
+    """
+
+    values: Mapping[str, float]
+    label: str
+    limit: float | None = None
+
+
+def draw_plots(report: Report) -> dict[str, bytes]:
+    """PNG files by name; the same report gives the same bytes.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    measured = all(record.output_error is not None for record in report.modules)
-    errors = {
-        r.name: (r.output_error if measured else r.weight_error) or 0.0 for r in report.modules
-    }
-    what = "output error, relative" if measured else "weight error, relative"
-    plots: dict[str, tuple[Mapping[str, float], str, float | None]] = {}
+    return {name: _draw(picture) for name, picture in pictures(report).items()}
+
+
+def pictures(report: Report) -> dict[str, Picture]:
+    """What there is to be seen, by file name."""
+    found: dict[str, Picture] = {}
     if report.modules:
-        plots["errors.png"] = (errors, what, None)
+        errors = {record.name: record.weight_error for record in report.modules}
+        found["errors.png"] = Picture(errors, "weight error, relative")
+    losses = {r.name: r.output_error for r in report.modules if r.output_error is not None}
+    if losses:
+        found["losses.png"] = Picture(losses, "output error on calibration text, relative")
     if report.activation_peaks:
-        plots["activations.png"] = (report.activation_peaks, "largest |input|", FLOAT16_SAFE)
-    for name, (values, label, limit) in plots.items():
-        _plot(values, label, limit, folder / name)
-    return list(plots)
+        peaks = report.activation_peaks
+        found["activations.png"] = Picture(peaks, "largest |input|", FLOAT16_SAFE)
+    return found
 
 
 def by_layer(values: Mapping[str, float]) -> dict[str, list[tuple[int, float]]]:
-    """Values by full module name -> for each kind of module, (layer, value) in order."""
-    lines: dict[str, list[tuple[int, float]]] = {}
+    """Values by full module name -> for each kind of module, (layer, value) in order.
+
+    Of many modules of a kind in one layer, which are experts, the largest value counts.
+    """
+    lines: dict[str, dict[int, float]] = {}
     for name, value in values.items():
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if numbers:
-            lines.setdefault(name.rpartition(".")[2], []).append((numbers[0], value))
-    return lines
+            line = lines.setdefault(name.rpartition(".")[2], {})
+            line[numbers[0]] = max(value, line.get(numbers[0], value))
+    return {kind: list(line.items()) for kind, line in lines.items()}
 
 
-def _plot(values: Mapping[str, float], label: str, limit: float | None, path: Path) -> None:
+def lines(values: Mapping[str, float]) -> list[tuple[list[str], list[tuple[int, float]]]]:
+    """:func:`by_layer` as lines to draw: kinds that have the same values share one.
+
+    Linears that read the same input have the same activations, and one line would hide another.
+    """
+    found: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for kind, points in by_layer(values).items():
+        found.setdefault(tuple(points), []).append(kind)
+    return [(kinds, list(points)) for points, kinds in found.items()]
+
+
+def _draw(picture: Picture) -> bytes:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
-    draw: Callable[..., object] = axes.plot if limit is None else axes.semilogy
-    for kind, points in by_layer(values).items():
-        draw(*zip(*points, strict=True), marker=".", label=kind)
-    if limit is not None:
-        axes.axhline(limit, color="black", linestyle=":", label="float16 at risk")
+    draw: Callable[..., object] = axes.plot if picture.limit is None else axes.semilogy
+    for kinds, points in lines(picture.values):
+        draw(*zip(*points, strict=True), marker=".", label=", ".join(kinds))
+    if picture.limit is not None:
+        axes.axhline(picture.limit, color="black", linestyle=":", label="float16 at risk")
     axes.set_xlabel("layer")
-    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel(picture.label)
     axes.grid(alpha=0.3)
-    axes.legend(ncols=2, fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the lines, which may be anywhere.
+    figure.legend(loc="outside right upper", fontsize="small")
+    file = io.BytesIO()
     # Without the library's version, so that nothing but the figures decides the bytes.
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure.savefig(file, format="png", dpi=120, metadata={"Software": None})
+    return file.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,13 +20,14 @@ from qtool.calibration.families import ModelFamily
 from qtool.calibration.mix import Part, Sampler, mixed_blocks, read_mix
 from qtool.calibration.standard import family_of
 from qtool.errors import QuantizationError, UsageError
-from qtool.formats.checkpoint import CheckpointReader
+from qtool.formats.checkpoint import CheckpointReader, check_target
 from qtool.formats.kv_plan import FP8
 from qtool.quantize.job import Job
 from qtool.quantize.methods import METHODS
 from qtool.quantize.options import QuantizeOptions
-from qtool.quantize.output_formats import format_warnings, with_format
+from qtool.quantize.output_formats import format_warnings, other_folders, with_format
 from qtool.quantize.plan import HEAD, check_not_quantized, linear_names, plan_schemes
+from qtool.quantize.work import was_published
 
 # Tokens of an evaluation window, where the model can take so many.
 EVAL_SEQ_LEN = 512
@@ -65,6 +67,26 @@ class Texts:
     def held_out_ids(self) -> Tensor | None:
         """Windows of the held-out text, int64 [windows, seq_len]."""
         return None if self.held_out is None else self.held_out.ids
+
+
+def check_targets(source: Path, out: Path, options: QuantizeOptions) -> dict[str, Path]:
+    """Folders of the result that may be written, by format, and replaced where they are there.
+
+    What the same run has put into place before it was stopped may be, without ``overwrite``: that
+    it is the same run is seen when its work folder is opened, and nothing is replaced before.
+
+    Raises:
+        CheckpointError: see :func:`~qtool.formats.writer.check_target`.
+    """
+    folders = {options.formats[0]: out, **other_folders(out, options.formats)}
+    for folder in folders.values():
+        check_target(folder, source, may_replace(folder, out, options))
+    return folders
+
+
+def may_replace(folder: Path, out: Path, options: QuantizeOptions) -> bool:
+    """Whether a folder of the result may be replaced if it is there."""
+    return options.overwrite or (not options.restart and was_published(folder, out))
 
 
 def plan_job(reader: CheckpointReader, options: QuantizeOptions) -> Job:

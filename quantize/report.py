@@ -97,7 +97,9 @@ class SkippedPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The finished checkpoint against the original, on text that nothing was calibrated on.
+    """The finished checkpoint against the original, on text it was not made from.
+
+    Who calibrates on it all the same is told (:attr:`Report.calibrated_on_held_out`).
 
     Attributes:
         engine: what ran the checkpoint, and in which dtype.
@@ -171,6 +173,13 @@ class Report:
     def fallbacks(self) -> tuple[ModuleRecord, ...]:
         """Modules that did not get what was asked."""
         return tuple(record for record in self.modules if record.fell_back)
+
+    @property
+    def calibrated_on_held_out(self) -> bool:
+        """Whether the text of the comparison is one that was calibrated on."""
+        if self.evaluation is None or self.calibration is None:
+            return False
+        return self.evaluation.text_sha256 in {s["sha256"] for s in self.calibration["sources"]}
 
     @property
     def float16_risks(self) -> dict[str, float]:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from qtool.errors import CheckpointError
 from qtool.formats.checkpoint import CheckpointReader
-from qtool.formats.safetensors_file import tensor_digest
+from qtool.formats.digests import changed_tensors
 from qtool.formats.validation.validate import validate
 
 # The rule about what a loader runs.
 SCHEMES = "schemes"
 
-# A memory map counts as memory as far as it was read; it is renewed after so many bytes.
-MAPPED_BYTES = 64 * 1024**2
 
-
-def verify_tensors(
-    folder: Path,
-    digests: Mapping[str, str],
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> int:
+def verify_tensors(folder: Path, digests: Mapping[str, str]) -> int:
     """Compare every tensor of a model folder with its digest; returns their number.
 
     Raises:
@@ -33,18 +26,11 @@ def verify_tensors(
                 f"{differing[0]} is only on one side: the disk holds {len(reader.names())} tensors "
                 f"and memory held {len(digests)}; this is an error of qtool's: report it"
             )
-        mapped = 0
-        for index, name in enumerate(reader.names()):
-            if tensor_digest(reader.get(name)) != digests[name]:
-                raise CheckpointError(
-                    f"{name} was read back from {folder} with other bytes than were written; the "
-                    "disk or the memory of this machine is not to be trusted: check both"
-                )
-            mapped += reader.entry(name).num_bytes
-            if mapped > MAPPED_BYTES:
-                reader.close()
-                mapped = 0
-            progress(index + 1, len(digests))
+        for name in changed_tensors(reader, digests):
+            raise CheckpointError(
+                f"{name} was read back from {folder} with other bytes than were written; the "
+                "disk or the memory of this machine is not to be trusted: check both"
+            )
     return len(digests)
 
 

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from qtool.calibration.walk import WalkState
 from qtool.errors import CheckpointError, UsageError
-from qtool.formats.reader import read_header
+from qtool.formats.reader import read_header, read_json
 from qtool.formats.safetensors_file import (
     TensorSource,
     read_tensor,
@@ -41,9 +41,13 @@ from qtool.formats.safetensors_file import (
     write_safetensors,
 )
 from qtool.formats.writer import PARTIAL
+from qtool.quantize.phases import RUN_PATH
 
 # Grows with the layout of these files.
 LAYOUT = 3
+
+# The fingerprint, sealed: its first line is the run's digest.
+FINGERPRINT = "run.json"
 
 # All that is ever written here; a folder with anything else belongs to somebody.
 _OURS = re.compile(r"(run\.json|(block|state)-\d{5}\.(json|safetensors))(\.tmp)?")
@@ -79,6 +83,19 @@ def work_path(out: Path) -> Path:
     """Where the unfinished run of an output folder lies."""
     real = out.resolve()
     return real.with_name(f"{real.name}.work")
+
+
+def was_published(folder: Path, out: Path) -> bool:
+    """Whether the unfinished run of ``out`` has put ``folder`` into place itself.
+
+    It has if it was stopped between that and its end, when other formats are still to be written or
+    the work folder to be removed.
+    """
+    try:
+        run = _digest_line(work_path(out) / FINGERPRINT)
+        return read_json(folder / RUN_PATH).get("run") == run
+    except (OSError, UnicodeDecodeError, CheckpointError):
+        return False
 
 
 def bytes_done(out: Path) -> int:
@@ -151,9 +168,19 @@ class WorkFolder:
         self.blocks.append(CommittedBlock(path, digests, json.loads(json.dumps(facts))))
         self.state = state
 
+    @property
+    def run(self) -> str:
+        """Digest of the fingerprint: what :func:`was_published` knows the run by."""
+        return _digest_line(self.folder / FINGERPRINT)
+
     def discard(self) -> None:
-        """Delete the folder with all that is in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete the folder with all that is in it; killed meanwhile, none of it is a run."""
+        name = self.folder.name.removesuffix(".work")
+        gone = self.folder.with_name(f"{name}{PARTIAL}work")
+        with suppress(OSError):
+            os.rename(self.folder, gone)
+        for folder in (gone, self.folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> WorkFolder:
         return self
@@ -198,7 +225,7 @@ class WorkFolder:
 
     def _claim(self, fingerprint: dict[str, Any]) -> None:
         """Hold the fingerprint against that of an earlier run, or write it."""
-        path = self.folder / "run.json"
+        path = self.folder / FINGERPRINT
         wanted = {"layout": LAYOUT, **fingerprint}
         found = _read_sealed(path)
         if found is None:
@@ -246,7 +273,7 @@ class WorkFolder:
 
     def _delete_stale(self) -> None:
         """Remove what no commit counts: later blocks, other states, files half written."""
-        keep = {"run.json", self._state_path(len(self.blocks)).name}
+        keep = {FINGERPRINT, self._state_path(len(self.blocks)).name}
         for index in range(len(self.blocks)):
             keep |= {self._path(index, suffix).name for suffix in ("json", "safetensors")}
         with self._errors():
@@ -308,6 +335,11 @@ def _sealed(body: Mapping[str, Any]) -> str:
     """JSON with its own digest, so that a damaged file is not taken for another value."""
     text = json.dumps(body, indent=1)
     return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def _digest_line(path: Path) -> str:
+    """Digest of a sealed file, as the file says."""
+    return path.read_text(encoding="utf-8").partition("\n")[0]
 
 
 def _read_sealed(path: Path) -> dict[str, Any] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from qtool.errors import CheckpointError
+from qtool.formats.digests import DIGESTS_PATH, changed_tensors, read_digests
 from qtool.formats.reader import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from qtool.formats.validation.facts import Facts
 from qtool.formats.validation.finding import Finding
@@ -159,3 +161,23 @@ def json_files(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "error", name, str(error), "every loader reads it", "copy it from the original"
             )
+
+
+def digests(facts: Facts) -> Iterator[Finding]:
+    """Every byte of every tensor, where a checkpoint says what it was written with."""
+    rule, remedy = (
+        f"{DIGESTS_PATH} has what it was written with",
+        f"copy the checkpoint again, or delete {DIGESTS_PATH} if it was changed on purpose",
+    )
+    try:
+        written = read_digests(facts.reader.folder)
+    except CheckpointError as error:
+        yield Finding("error", DIGESTS_PATH, str(error), rule, remedy)
+        return
+    if written is None:
+        return
+    for name in sorted(written.keys() ^ facts.reader.entries.keys()):
+        value = "is missing" if name in written else "was not there"
+        yield Finding("error", name, value, rule, remedy)
+    for name in changed_tensors(facts.reader, written):
+        yield Finding("error", name, "has other bytes", rule, remedy)

@@ -13,7 +13,7 @@ from qtool.formats.kv_scales import promises_kv_scales
 from qtool.formats.reader import CONFIG_NAME
 from qtool.formats.tensor_parallel import SIZES, obstacles
 from qtool.formats.validation.configs import QUANTIZATION
-from qtool.formats.validation.facts import Facts
+from qtool.formats.validation.facts import Facts, Linear
 from qtool.formats.validation.finding import Finding
 
 HEAD = "lm_head"
@@ -179,12 +179,14 @@ def cache_plan(facts: Facts) -> Iterator[Finding]:
         count = facts.decoder.get("num_hidden_layers")
         if plan is not None and isinstance(count, int):
             plan.check_layers(count)
+        if plan is not None and (shape := _key_shape(facts)) is not None:
+            plan.check_heads(*shape)
     except CheckpointError as error:
         yield Finding(
             "error",
             KV_PLAN_PATH,
             str(error),
-            "the plan of the cache has a scheme for every layer",
+            "the plan of the cache is one for the model's layers, KV heads and channels",
             "write it again with qtool quantize --kv-cache, or delete it",
             ("qtool",),
         )
@@ -237,6 +239,23 @@ def finite_scales(facts: Facts) -> Iterator[Finding]:
             if not (value > 0 and torch.tensor(value).isfinite()):
                 rule = "a scale is positive and finite"
                 yield Finding("error", linear.name, f"{name} {value}", rule, "calibrate again")
+
+
+def _key_shape(facts: Facts) -> tuple[int, int] | None:
+    """KV heads and their channels, by the weight that makes keys; ``None`` if none is by itself."""
+    heads = facts.decoder.get("num_key_value_heads")
+    rows = [rows for linear in facts.linears if linear.kind == "k_proj" for rows in _rows(linear)]
+    if not rows or not isinstance(heads, int) or heads < 1:
+        return None
+    return heads, rows[0] // heads
+
+
+def _rows(linear: Linear) -> tuple[int, ...]:
+    """Outputs of a linear, where the headers tell."""
+    if linear.size is not None:
+        return linear.size[:1]
+    weight = linear.tensors.get("weight")
+    return () if linear.stored or weight is None else weight.shape[:1]
 
 
 def _layers_of(names: list[str]) -> set[str]:

@@ -28,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     files.tokenizer,
     files.generation_config,
     files.chat_template,
+    files.digests,
     configs.architecture,
     configs.dtype,
     configs.readable_config,
@@ -75,8 +76,8 @@ OPENING = "headers and index"
 def validate(folder: Path, targets: Collection[Target] = TARGETS) -> tuple[Finding, ...]:
     """Everything that is wrong with a checkpoint for any of the loaders; errors first.
 
-    Reads config, headers and small tensors, never weights. Findings that differ only by layer
-    are one.
+    Reads config, headers and small tensors; weights where ``qtool/digests.json`` says what they
+    were written with. Findings that differ only by layer are one.
     """
     try:
         with CheckpointReader(folder) as reader:

@@ -85,6 +85,23 @@ def test_quiet_json_is_one_line(tiny_model_folder: Path, tmp_path: Path) -> None
     assert event["event"] == "result"
 
 
+def test_a_log_has_the_loss_of_blocks_and_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((100.0, 160.0))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console.Show().steps() as steps:
+        steps.update("quantize", 10, 40, "done before")
+        steps.update("quantize", 20, 40, "layers.19: 7 modules, error 0.0512 [/x]")
+        steps.update("quantize", 40, 40, "layers.39: 7 modules, error 0.0600")
+    assert capsys.readouterr().err.splitlines() == [
+        "quantize: 40 to do",
+        "quantize: 10 of 40 done, done before",
+        "quantize: 20 of 40 done, 0:02:00 left, layers.19: 7 modules, error 0.0512 [/x]",
+        "quantize: 40 of 40 done, layers.39: 7 modules, error 0.0600",
+    ]
+
+
 @pytest.mark.parametrize("show", [console.Show(), console.Show(quiet=True)])
 def test_a_note_is_always_said(show: console.Show, capsys: pytest.CaptureFixture[str]) -> None:
     show.note("held dense [/not markup]")

@@ -47,6 +47,9 @@ def result(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     done = _quantize(tiny_model_folder, out)
     assert done.exit_code == 0, (done.output, done.exception)
     assert "KL from original" in done.stdout and "tensors read back" in done.stdout
+    # The worst module of each kind, in full on 80 columns.
+    rows = [line for line in done.stdout.splitlines() if "_proj" in line]
+    assert len(rows) == 7 and all("layers.0 " in row or "layers.1 " in row for row in rows)
     return out
 
 
@@ -84,7 +87,7 @@ def test_the_card_gives_the_command_and_no_path(result: Path, tiny_model_folder:
 
 
 def test_plots_are_pictures(result: Path) -> None:
-    for name in ("errors.png", "activations.png"):
+    for name in ("errors.png", "losses.png", "activations.png"):
         assert (result / "qtool" / name).read_bytes().startswith(b"\x89PNG")
 
 
@@ -119,6 +122,36 @@ def test_a_damaged_tensor_is_noticed_at_load_and_can_be_loaded_on_request(
     with pytest.raises(CheckpointError, match=r"self-check: .* then, .* now.*--no-self-check"):
         load_model(folder, CPU)
     load_model(folder, replace(CPU, self_check=False))
+
+
+def test_a_flipped_bit_that_no_answer_tells_of_is_found_by_validate(
+    result: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(result, folder)
+    assert CliRunner().invoke(main, ["validate", str(folder)]).exit_code == 0
+    name = "model.layers.1.mlp.down_proj.weight_packed"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] ^= 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_model(folder, CPU)  # one code, one step off: the probe cannot know
+    done = CliRunner().invoke(main, ["validate", str(folder)])
+    assert done.exit_code == 1 and f"error digests for all: {name}: has other bytes" in done.stdout
+
+
+def test_a_result_in_two_formats_has_the_digests_of_each(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    formats = ["--format", "compressed-tensors", "--format", "awq", "--dtype", "fp16"]
+    done = _quantize(tiny_model_folder, tmp_path / "q", "--method", "rtn", *formats)
+    assert done.exit_code == 0, (done.output, done.exception)
+    for folder in (tmp_path / "q", tmp_path / "q-awq"):
+        assert CliRunner().invoke(main, ["validate", str(folder)]).exit_code == 0
+    names = {
+        frozenset(_json(folder / "qtool" / "digests.json")["sha256"])
+        for folder in (tmp_path / "q", tmp_path / "q-awq")
+    }
+    assert len(names) == 2
 
 
 def test_a_family_that_our_engine_lacks_is_run_by_transformers_and_the_report_says_so(
@@ -200,6 +233,22 @@ def test_a_fallback_is_named_everywhere_and_ends_a_strict_run(
     assert done.exit_code == 0 and f"{name}: W4 asym g64 rtn instead of" in done.stderr
     assert name in _json(tmp_path / "q" / "qtool" / "report.json")["fallbacks"]
     assert f"`{name}` (singular)" in (tmp_path / "q" / "README.md").read_text()
+
+
+def test_a_strict_run_takes_no_fallback_over_from_one_that_was_not(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    _fall_back(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(quality, "compare", fail)
+        assert _quantize(tiny_model_folder, tmp_path / "q").exit_code == 1
+    done = _quantize(tiny_model_folder, tmp_path / "q", "--strict")
+    assert done.exit_code != 0 and "self_attn.q_proj: W4 asym g64 rtn (singular)" in done.stderr
+    assert (tmp_path / "q.work" / "block-00001.json").exists(), "without --strict it goes on"
+    assert _quantize(tiny_model_folder, tmp_path / "q").exit_code == 0
 
 
 def test_activations_beyond_a_quarter_of_float16_are_warned_of(

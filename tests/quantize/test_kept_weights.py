@@ -16,10 +16,11 @@ from torch import Tensor
 from qtool.calibration.families import find_family
 from qtool.calibration.products import rounded_products
 from qtool.calibration.walk import Walk
-from qtool.errors import QuantizationError
+from qtool.errors import QuantizationError, UsageError
 from qtool.formats.checkpoint import CheckpointReader
-from qtool.formats.kv_plan import KV_PLAN_PATH, read_kv_plan
+from qtool.formats.kv_plan import KV_PLAN_PATH, KVPlan, read_kv_plan
 from qtool.quantize import assemble, blocks
+from qtool.quantize.kv_cache import CacheTask
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import Evaluated, Progress, quantize_model
 from qtool.quantize.prepare import plan_job, result_bytes
@@ -33,6 +34,11 @@ def _options(kv_cache: str, **settings: Any) -> QuantizeOptions:
     # This file is a real text, and much shorter to tokenize than the built-in one.
     values = {"calibration": (__file__,), "samples": 4, "seq_len": 32, "device": "cpu"}
     return QuantizeOptions(**{"method": "none", "kv_cache": kv_cache, **values, **settings})
+
+
+def _plan(task: CacheTask) -> KVPlan:
+    """The same form in all layers."""
+    return KVPlan.uniform(task.asked, _json(task.folder / "config.json")["num_hidden_layers"])
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -85,13 +91,22 @@ def test_every_tensor_has_the_name_the_dtype_and_the_bytes_of_the_source(
     source: str, kv_cache: str, model_factory: ModelFactory, tmp_path: Path
 ) -> None:
     folder = SOURCES[source](model_factory)
-    report = quantize_model(folder, tmp_path / "q", _options(kv_cache))
+    report = quantize_model(folder, tmp_path / "q", _options(kv_cache), planner=_plan)
     ours, theirs = _tensors(tmp_path / "q"), _tensors(folder)
     added = {name for name in ours if name.endswith(SCALES)}
     assert len(added) == (4 if kv_cache == "fp8" else 0)
     assert ours.keys() - added == theirs.keys()
     assert {n: _bits(t) for n, t in theirs.items()} == {n: _bits(ours[n]) for n in theirs}
     assert report.verified_tensors == len(ours) and report.modules == ()
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "k8v4", "auto"])
+def test_a_plan_that_needs_factors_for_keys_is_refused_where_nobody_makes_them(
+    kv_cache: str, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=f"kv_cache='{kv_cache}': needs a planner"):
+        quantize_model(tiny_model_folder, tmp_path / "q", _options(kv_cache, seq_len=256))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kv_cache", ["int4", "int8", "k8v4"])
@@ -101,7 +116,7 @@ def test_a_plan_leaves_the_config_of_a_plain_model(
     folder = model_factory(dtype=torch.bfloat16)
     config = _json(folder / "config.json") | {"_name_or_path": "/somewhere/else"}
     (folder / "config.json").write_text(json.dumps(config))
-    quantize_model(folder, tmp_path / "q", _options(kv_cache))
+    quantize_model(folder, tmp_path / "q", _options(kv_cache), planner=_plan)
     del config["_name_or_path"]
     assert _json(tmp_path / "q" / "config.json") == config
     plan = read_kv_plan(tmp_path / "q")
@@ -216,7 +231,7 @@ def _stopped(source: Path, out: Path, count: int, kv_cache: str) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize_model(source, out, _options(kv_cache), stop)
+        quantize_model(source, out, _options(kv_cache), stop, planner=_plan)
 
 
 @pytest.mark.parametrize("kv_cache", ["fp8", "int8", "int4"])
@@ -225,10 +240,10 @@ def test_a_run_that_was_stopped_gives_the_bytes_of_one_that_was_not(
     count: int, kv_cache: str, model_factory: ModelFactory, tmp_path: Path
 ) -> None:
     source = model_factory(layers=4)
-    quantize_model(source, tmp_path / "whole", _options(kv_cache))
+    quantize_model(source, tmp_path / "whole", _options(kv_cache), planner=_plan)
     _stopped(source, tmp_path / "q", count, kv_cache)
     steps: list[Progress] = []
-    quantize_model(source, tmp_path / "q", _options(kv_cache), steps.append)
+    quantize_model(source, tmp_path / "q", _options(kv_cache), steps.append, planner=_plan)
     counted = [(s.done, s.detail) for s in steps if s.phase == "quantize"]
     assert counted[0] == (count, "done before")
     assert [detail for _, detail in counted[1:]] == [

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from qtool.errors import UsageError
 from qtool.formats.kv_plan import KVPlan
-from qtool.quantize.kv_cache import CacheTask
+from qtool.quantize.kv_cache import CacheTask, Planner
 from qtool.quantize.options import QuantizeOptions
 from qtool.quantize.pipeline import Evaluated, Progress, quantize_model
 
@@ -162,9 +163,11 @@ def _stop_after(blocks: int) -> Callable[[Progress], None]:
     return stop
 
 
-def _stopped(source: Path, out: Path, blocks: int, **settings: object) -> None:
+def _stopped(
+    source: Path, out: Path, blocks: int, planner: Planner | None = None, **settings: object
+) -> None:
     with pytest.raises(KeyboardInterrupt):
-        quantize_model(source, out, _options(**settings), _stop_after(blocks))
+        quantize_model(source, out, _options(**settings), _stop_after(blocks), planner=planner)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-7], lambda data: b"", lambda data: None])
@@ -213,7 +216,7 @@ def test_what_a_planner_is_told_of_keys_is_what_a_run_that_was_not_stopped_tells
         return KVPlan.uniform(task.asked, 4)
 
     quantize_model(source, tmp_path / "whole", _options(**settings), planner=plan)
-    _stopped(source, tmp_path / "q", 2, **settings)
+    _stopped(source, tmp_path / "q", 2, plan, **settings)
     quantize_model(source, tmp_path / "q", _options(**settings), planner=plan)
     assert _bytes(tmp_path / "q") == _bytes(tmp_path / "whole")
     assert json.dumps(told[0].key_peaks) == json.dumps(told[1].key_peaks)
@@ -252,6 +255,22 @@ def test_what_was_changed_is_named_and_refused(
         assert _bytes(tmp_path / "q.work") == kept
     quantize_model(other, tmp_path / "q", _options(restart=True))
     assert [path.name for path in tmp_path.iterdir()] == ["q"]
+
+
+def test_another_number_of_threads_would_give_other_bytes_and_is_refused(
+    model_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = model_factory(layers=3)
+    _stopped(source, tmp_path / "q", 2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        changed = rf"OMP_NUM_THREADS\): {before} there, {before + 1} now"
+        with pytest.raises(UsageError, match=changed):
+            quantize_model(source, tmp_path / "q", _options())
+    finally:
+        torch.set_num_threads(before)
+    quantize_model(source, tmp_path / "q", _options())
 
 
 def test_leftovers_of_a_killed_run_are_removed_by_the_next(

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import torch
 
+from qtool.formats.digests import digests_json
+from qtool.formats.reader import CheckpointReader
+from qtool.formats.safetensors_file import tensor_digest
 from qtool.formats.validation.finding import TARGETS
-from support.drafts import Draft, linear_names
+from support.drafts import HEADS, HIDDEN, Draft, linear_names
 
 Q, K, V = (f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -101,10 +104,20 @@ def _cache_scheme(draft: Draft, **changes: object) -> None:
     draft.block["kv_cache_scheme"] = scheme | changes
 
 
-def _cache_plan(folder: Path, layers: int, scheme: str = "int8") -> None:
+def _cache_plan(folder: Path, layers: int, scheme: str = "int8", digits: str = "") -> None:
     (folder / "qtool").mkdir()
-    plan = {"version": 1, "name": scheme, "layers": [scheme] * layers}
+    exponents = [[digits] * HEADS] * layers if digits else None
+    plan = {"version": 1, "name": scheme, "layers": [scheme] * layers, "key_exponents": exponents}
     put(folder, "qtool/kv_plan.json", json.dumps(plan))
+
+
+def _digests(folder: Path, digest: str) -> None:
+    """What one tensor was written with; of the others nothing is known but their names."""
+    (folder / "qtool").mkdir()
+    with CheckpointReader(folder) as reader:
+        known = {name: tensor_digest(reader.get(name)) for name in reader.names()}
+    written = digests_json(known | {f"{Q}.weight_scale": digest})
+    put(folder, "qtool/digests.json", json.dumps(written))
 
 
 def _both(*edits: Callable[[Draft], object]) -> Callable[[Draft], object]:
@@ -302,6 +315,7 @@ CASES = (
     ),
     Case("gptq-zeros", "gptq", edit=lambda d: d.block.update(checkpoint_format="gptq_v2")),
     Case("layers", edit=_no_layer),
+    Case("digests", spoil=lambda folder: _digests(folder, "0" * 64)),
     Case("embedding", edit=lambda d: d.config.update(vocab_size=97)),
     Case("head", edit=lambda d: d.tensors.pop("lm_head.weight")),
     Case("head", level="warning", edit=lambda d: d.config.update(tie_word_embeddings=True)),
@@ -316,6 +330,11 @@ CASES = (
     Case("cache-scale-values", edit=_both(lambda d: _cache(d, value=-1.0), _cache_scheme)),
     Case("cache-plan", targets=("qtool",), spoil=lambda folder: _cache_plan(folder, 3)),
     Case("cache-plan", targets=("qtool",), spoil=lambda folder: _cache_plan(folder, 2, "int3")),
+    Case(
+        "cache-plan",
+        targets=("qtool",),
+        spoil=lambda folder: _cache_plan(folder, 2, digits="0" * (HIDDEN // HEADS - 1)),
+    ),
     Case(
         "finite-scales",
         "float-quantized",

@@ -119,9 +119,28 @@ def load_native() -> Native:
     Raises:
         UsageError: ``$QTOOL_CPU_ISA`` names no level, or one the CPU or the system does not have.
     """
-    variables = ("QTOOL_NATIVE", "QTOOL_CPU_ISA", "CXX", "PATH")
-    environment = tuple(os.environ.get(name, "") for name in variables)
-    return _load(environment, cache_folder())
+    return _load(_environment(), cache_folder())
+
+
+def will_compile() -> bool:
+    """Whether :func:`load_native` would run the compiler, which takes some twenty seconds.
+
+    Raises:
+        UsageError: as :func:`load_native`.
+    """
+    off, forced = _environment()[:2]
+    if off == "0":
+        return False
+    level = choose_level(cpu_features(), forced)
+    try:
+        return not recipe(level).path().exists()
+    except BuildError:
+        return False
+
+
+def _environment() -> tuple[str, ...]:
+    """The variables that decide which library is loaded."""
+    return tuple(os.environ.get(n, "") for n in ("QTOOL_NATIVE", "QTOOL_CPU_ISA", "CXX", "PATH"))
 
 
 @functools.cache

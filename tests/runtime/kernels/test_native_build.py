@@ -25,6 +25,7 @@ from qtool.runtime.kernels.cpu.build import (
     find_compiler,
     load_native,
     recipe,
+    will_compile,
 )
 from qtool.runtime.kernels.cpu.cores import available_cores, physical_cores, quotas
 
@@ -93,6 +94,24 @@ def test_a_cache_that_cannot_be_written_is_a_reason(
     monkeypatch.setenv("QTOOL_CACHE", str(tmp_path / "file"))
     with pytest.raises(BuildError, match="cannot be written"):
         build(small)
+
+
+def test_whether_the_compiler_will_run_is_known_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QTOOL_CACHE", str(tmp_path))
+    monkeypatch.delenv("QTOOL_NATIVE", raising=False)
+    assert will_compile()
+    library = recipe(choose_level(cpu_features(), os.environ.get("QTOOL_CPU_ISA", ""))).path()
+    library.parent.mkdir()
+    library.write_bytes(b"")
+    assert not will_compile(), "it is there"
+    library.unlink()
+    monkeypatch.setenv("QTOOL_NATIVE", "0")
+    assert not will_compile(), "it is switched off"
+    monkeypatch.delenv("QTOOL_NATIVE")
+    monkeypatch.setenv("CXX", "nonesuch++")
+    assert not will_compile(), "there is no compiler"
 
 
 def test_without_a_compiler_there_is_a_reason(
