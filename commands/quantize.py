@@ -131,39 +131,32 @@ def _show(report: Report, source: Path, out: Path, show: console.Show) -> None:
 
 
 def summary_table(report: Report) -> Table:
-    """One row for every kind of module."""
-    table = Table(title=f"{report.method}, scales in {report.dtype}")
-    for column in (
-        "modules",
-        "count",
-        "scheme",
-        "weight error",
-        "output error",
-        "worst",
-        "fallbacks",
-    ):
-        table.add_column(
-            column, justify="left" if column in ("modules", "scheme", "worst") else "right"
-        )
-    for row in summary_rows(report):
+    """One row for every kind of module; a scheme that all have stands in the title."""
+    rows = summary_rows(report)
+    schemes = list(dict.fromkeys(row.scheme for row in rows))
+    shared = len(schemes) == 1
+    table = Table(
+        title=f"{schemes[0] if shared else report.method}, scales in {report.dtype}",
+        title_justify="left",
+    )
+    for column in ("modules", *([] if shared else ["scheme"]), "worst"):
+        table.add_column(column)
+    for column in ("count", "weight error", "output error", "fallbacks"):
+        table.add_column(column, justify="right")
+    for row in rows:
         output = "-" if row.output_error is None else f"{row.output_error:.4f}"
-        table.add_row(
-            row.kind,
-            str(row.count),
-            row.scheme,
-            f"{row.weight_error:.4f}",
-            output,
-            _place(row.worst),
-            str(row.fallbacks),
-        )
+        words = [row.kind, *([] if shared else [row.scheme]), _place(row.worst)]
+        table.add_row(*words, str(row.count), f"{row.weight_error:.4f}", output, str(row.fallbacks))
     return table
 
 
 def _place(name: str) -> str:
-    """Where a module is, without what its row says already: ``layers.3``, or its own name."""
-    parts = name.split(".")
-    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[max(0, numbers[0] - 1) : numbers[-1] + 1]) if numbers else name
+    """Where a module is, without what its row says already: its layer, and of experts which."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    if not numbers:
+        return name
+    expert = f", expert {numbers[-1]}" if ".experts." in name else ""
+    return f"layer {numbers[0]}{expert}"
 
 
 def folder_bytes(folder: Path) -> int:

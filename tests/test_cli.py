@@ -167,7 +167,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--group-size", "48"], ("group_size=48", "does not divide", "Sizes that fit", "'row'")),
-        (["--bits", "8", "--asymmetric"], ("symmetric",)),
+        (["--lm-head", "8", "--ignore", "lm_head"], ("ignore means lm_head", "leave one")),
         (["--method", "awq", "--calibration", "nowhere.txt"], ("nowhere.txt", "does not exist")),
         (["--method", "awq", "--samples", "0"], ("samples=0", "at least one")),
     ],

@@ -104,7 +104,9 @@ def test_what_does_not_fit_is_shown_and_then_an_error(
     result = _dry_run(tiny_model_folder, tmp_path / "q", "--json", "--quiet")
     assert result.exit_code == 1 and _json(result)["fits"] is False
     assert "it will not fit: it needs" in result.stderr and "--samples" in result.stderr
-    assert "(phase evaluate)" in result.stderr and "--eval-windows 0" in result.stderr
+    phases = {phase["name"]: phase["peak_bytes"] for phase in _json(result)["phases"]}
+    assert f"(phase {max(phases, key=phases.__getitem__)})" in result.stderr
+    assert "--eval-windows 0" in result.stderr
     monkeypatch.undo()
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)

@@ -49,7 +49,7 @@ def result(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     assert "KL from original" in done.stdout and "tensors read back" in done.stdout
     # The worst module of each kind, in full on 80 columns.
     rows = [line for line in done.stdout.splitlines() if "_proj" in line]
-    assert len(rows) == 7 and all("layers.0 " in row or "layers.1 " in row for row in rows)
+    assert len(rows) == 7 and all("layer 0 " in row or "layer 1 " in row for row in rows)
     return out
 
 
