@@ -85,15 +85,15 @@ struct Pages {
   }
 };
 
-// A page of tokens where keys share scales by channel, or else one or two tiles.
-static int64_t some_block_size(int64_t kind) {
-  return kind == qt::KV_INT4 ? qt::PAGE : 16 * (1 + random_below(2));
+// A page of tokens where a tail page becomes one, or else so many tiles.
+static int64_t block_size_of(int64_t kind, int64_t tiles) {
+  return KvShape{kind}.form().has_tails() ? qt::PAGE : qt::TILE * tiles;
 }
 
 // The largest error of attention, relative to 1.
 static double attention_error(int64_t kind) {
   const int64_t D = 16 * (1 + random_below(9)), kv_heads = 1 + random_below(3);
-  const int64_t heads = kv_heads * (1 + random_below(14)), block_size = some_block_size(kind);
+  const int64_t heads = kv_heads * (1 + random_below(14)), block_size = block_size_of(kind, 1 + random_below(2));
   const KvShape shape = {kind, int64_t(random_below(2)), block_size, kv_heads, D};
   const Sequences batch(1 + int(random_below(5)), random_below(2), block_size);
   const size_t count = batch.spans.size();
@@ -175,7 +175,7 @@ static bool steps_agree(int64_t kind, bool decode) {
   const Linear head = random_linear(vocab, hidden, memory);
   const std::vector<float> norm(hidden, 1.f), embedding = random_floats(size_t(vocab) * hidden);
   const std::vector<float> cos(400 * D / 2, 0.6f), sin(400 * D / 2, 0.8f);
-  const int64_t block_size = kind == qt::KV_INT4 ? qt::PAGE : 16;
+  const int64_t block_size = block_size_of(kind, 1);
   const KvShape shape = {kind, qt::KV_BF16, block_size, kv_heads, D};
   const Sequences batch(1 + int(random_below(9)), decode, block_size);
   std::vector<int64_t> tails;
